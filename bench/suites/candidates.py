@@ -25,6 +25,7 @@ from ...kernels.linear import linear_act
 from ...kernels.linear.gemm import GemmConfig
 from ...kernels.paged_attention import config as tiles
 from ...kernels.paged_attention.config import AttentionConfig
+from ...kernels.runtime import device, fences
 from ...kernels.scaled_linear import Quantized, quantize
 from ..harness import problem
 from ..harness.benchmark import Benchmark, Measurement, Settings, Work
@@ -56,6 +57,7 @@ ATTENTION: tuple[tuple[Step, AttentionConfig], ...] = (
     (PREFILL, AttentionConfig(128, 64, 8, 3, per_sm=1)),
     (PREFILL, AttentionConfig(64, 64, 4, 3, per_sm=2)),
     (PREFILL, AttentionConfig(64, 128, 8, 3, per_sm=1)),
+    (PREFILL, AttentionConfig(32, 32, 2, 5, per_sm=4)),  # where a Triton without fences leaves no more than 32 rows
     (DECODE, AttentionConfig(16, 128, 4, 4, per_sm=2)),
     (DECODE, AttentionConfig(16, 64, 4, 4, per_sm=4)),
     (DECODE, AttentionConfig(16, 32, 4, 5, per_sm=4)),
@@ -237,7 +239,12 @@ def cases(settings: Settings) -> list[Case]:
     dtype = torch.bfloat16 if settings.cuda else torch.float32
     found: list[Case] = [Product(Problem(_size(each, settings), dtype), config) for each, config in GEMMS]
     found.append(Product(Problem(_size(UP, settings), torch.float32)))
-    found += [Attention(_step(each, settings), config) for each, config in ATTENTION]
+    arch = device.architecture(torch.device(settings.device))
+    found += [
+        Attention(_step(each, settings), config)
+        for each, config in ATTENTION
+        if fences.fenced(arch) or not fences.asynchronous(arch, config.block_m, config.num_warps)
+    ]
     found.append(Cast(*((40, 72) if settings.dry else CAST), dtype))
     return found
 

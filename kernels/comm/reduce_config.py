@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime import device
+from ..runtime.chips import described
 from ..runtime.signals import CHUNKS
 
 WIDEST = 16384  # columns of a row that a program holds
@@ -50,7 +51,8 @@ def pick_config(arch: str, width: int, ranks: int, itemsize: int, scattered: boo
     """
     block_d = max(4, 1 << (width - 1).bit_length())
     lanes = 64 if arch.startswith("gfx") else 32
-    num_warps = min(1024 // lanes, max(4, block_d // ((8 if scattered else 16) * lanes)))
+    most_warps = 16 if arch != device.INTERPRETER and described(arch).spills_early else 1024 // lanes
+    num_warps = min(most_warps, max(4, block_d // ((8 if scattered else 16) * lanes)))
     registers = max(1, block_d // (num_warps * lanes) * itemsize // 4)  # of a thread, for one rank's part
     most = max(1, min(8, 16 // registers))
     return ReduceConfig(block_d, num_warps, max(n for n in range(1, most + 1) if ranks % n == 0))

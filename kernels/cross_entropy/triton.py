@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..runtime.sums_triton import product
+
 
 @triton.jit
 def _tanh(x):
@@ -61,7 +63,7 @@ def _row_statistics(row, target, first, columns, softcap, SMOOTH: tl.constexpr, 
     a = tl.load(row + column, mask=here, other=0.0).to(tl.float32)
     score = tl.where(here, _cap(a, softcap), 0.0)
     peak = tl.max(peaks, 0)
-    return peak, tl.sum(exps * tl.exp(peaks - _shift(peak)), 0), score, tl.sum(totals, 0)
+    return peak, tl.sum(product(exps, tl.exp(peaks - _shift(peak))), 0), score, tl.sum(totals, 0)
 
 
 @triton.jit

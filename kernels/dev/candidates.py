@@ -119,7 +119,7 @@ def _swaps(arch: str, gemm: Gemm, block_m: int, block_n: int) -> tuple[bool, ...
     """Hopper's matrix instruction has at least 64 rows: swap what has fewer, where the other side has them."""
     if gemm.layout == "tn" or gemm.M > SMALL_M:
         return (False,)
-    if arch in ("sm_90", "sm_100") and min(block_m, block_n) < 64:
+    if CHIPS[arch].asynchronous and min(block_m, block_n) < 64:
         return (block_m < 64 <= block_n,)
     return (False, True)
 
@@ -139,7 +139,7 @@ def _loads(arch: str, gemm: Gemm) -> tuple[bool, ...]:
 
 def _takes_tma(arch: str, gemm: Gemm) -> bool:
     ieee = gemm.dtype == torch.float32 and gemm.precision == "ieee"
-    return arch in ("sm_90", "sm_100") and gemm.aligned and not ieee
+    return CHIPS[arch].asynchronous and gemm.aligned and not ieee
 
 
 def _cdiv(a: int, b: int) -> int:

@@ -31,16 +31,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..runtime import cost, dispatch
+from ..runtime import cost, dispatch, fences
 from ..runtime.chips import CHIPS
-from . import machine_code, registry, workers
+from . import machine_code, pipelines, registry, workers
 from .registry import Build
 
 # The public row of a report, in this order: what names it, what was read off the machine code, what is predicted.
 _NAMES = ("op", "config", "target")
 _MEASURED = (
     *("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy"),
-    *("copies_pending", "wgmma_pending"),
+    *("copies_pending", "wgmma_pending", "overwrites", "unfenced"),
 )
 _PREDICTED = ("gemm", "flops", "bytes", "waves", "predicted_us", "peak_share", "bound")
 FIELDS = (*_NAMES, *_MEASURED, "exempt", "unpipelined", *_PREDICTED)
@@ -64,6 +64,8 @@ class Report:
     occupancy: float = 0.0  # resident warps as a share of what an SM can hold
     copies_pending: int | None = None  # as in machine_code.py
     wgmma_pending: int | None = None
+    overwrites: int = 0  # as in pipelines.py
+    unfenced: int = 0  # as in runtime/fences.py
     exempt: str | None = None
     num_warps: int = 0
     blocks_per_sm: int = 0
@@ -104,7 +106,7 @@ def problems(report: Report) -> list[str]:
         )
     elif report.blocks_per_sm == 0:
         found.append(f"no block fits on {chip.name}: {report.registers} registers per thread are too many")
-    found += _pipeline_problems(report)
+    found += _pipeline_problems(report) + _race_problems(report)
     if report.target == "sm_90":
         found += _tensor_unit_problems(report)
     return found
@@ -120,6 +122,20 @@ def _pipeline_problems(report: Report) -> list[str]:
     if report.unpipelined is None:
         return waits
     return [] if waits else [f"is excused from pipelining ({report.unpipelined}) but pipelines"]
+
+
+def _race_problems(report: Report) -> list[str]:
+    """Reads of shared memory that may see another tile than the one that they are meant for."""
+    found = []
+    if report.overwrites:
+        found.append(
+            f"races: {report.overwrites} copies go to where a product under way still reads (one buffer too few)"
+        )
+    if report.unfenced:
+        found.append(
+            f"races: {report.unfenced} asynchronous products follow a wait for cp.async without fence.proxy.async"
+        )
+    return found
 
 
 def _tensor_unit_problems(report: Report) -> list[str]:
@@ -168,6 +184,8 @@ def compile_build(build: Build) -> Report:
         occupancy=chip.occupancy(*use),
         copies_pending=code.copies_pending,
         wgmma_pending=code.wgmma_pending,
+        overwrites=pipelines.overwrites(compiled.asm["ttgir"]),
+        unfenced=fences.unfenced(compiled.asm.get("ptx", "")),
         exempt=build.exempt,
         num_warps=compiled.metadata.num_warps,
         blocks_per_sm=chip.blocks_per_sm(*use),

@@ -27,6 +27,7 @@ _BUDGETS = {
     "does not compile": "compilation",
     "is exempt": "exemptions",
     "is excused": "exemptions",
+    "races": "races",
     "spills": "spills",
     "shared memory": "shared memory",
     "registers": "registers",

@@ -21,8 +21,11 @@ from .accuracy import Verdict, judge
 # Ahead-of-time targets: name -> (Triton backend, architecture, warp size).
 TARGETS: dict[str, tuple[str, int | str, int]] = {
     "sm_80": ("cuda", 80, 32),
+    "sm_86": ("cuda", 86, 32),
+    "sm_89": ("cuda", 89, 32),
     "sm_90": ("cuda", 90, 32),
     "sm_100": ("cuda", 100, 32),
+    "sm_120": ("cuda", 120, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
 

@@ -11,7 +11,7 @@ import triton
 
 from ..rope.config import NUM_WARPS, pick_config
 from ..runtime import alloc, device
-from ..runtime.chips import converts_e4m3
+from ..runtime.chips import converts_e4m3, rounds_fp8_twice
 from ..runtime.dtypes import LARGEST
 from . import triton as kernels
 from .reference import Scale
@@ -162,7 +162,7 @@ def _plan(call: _Call) -> tuple[device.Prepared, int]:
             "LARGEST": call.largest,
             "WRITE_K_SCALE": call.written[0],
             "WRITE_V_SCALE": call.written[1],
-            "NATIVE_FP8": converts_e4m3(call.arch),
+            "NATIVE_FP8": converts_e4m3(call.arch) and not rounds_fp8_twice(call.arch),
             "EMULATE": call.arch == device.INTERPRETER,
             "BLOCK_TQ": config.block_tq,
             "BLOCK_N": config.block_n,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.fp8_bits import fp32_to_e4m3_bits
+from ..runtime.sums_triton import product
 
 TINY = tl.constexpr(2.0**-126)  # the smallest normal number: its inverse is finite
 ROUND = tl.constexpr(1.5 * 2.0**23)  # adding it leaves no bits behind the point, ties to even
@@ -68,9 +69,9 @@ def _write(out_row, parts, mask_r, HALF: tl.constexpr, REST: tl.constexpr, INTER
 
 @triton.jit
 def _normalised(parts, weights, eps, norm_offset, H: tl.constexpr):
-    squares = tl.sum(parts[0] * parts[0], 1)
+    squares = tl.sum(product(parts[0], parts[0]), 1)
     for i in tl.static_range(1, len(parts)):
-        squares += tl.sum(parts[i] * parts[i], 1)
+        squares += tl.sum(product(parts[i], parts[i]), 1)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(squares / H + eps))[:, None]
     normed = ()
     for i in tl.static_range(len(parts)):
@@ -258,7 +259,7 @@ def _write_kv_kernel(
     LARGEST: tl.constexpr,  # of the cache's dtype
     WRITE_K_SCALE: tl.constexpr,
     WRITE_V_SCALE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,  # whether the chip converts to fp8
+    NATIVE_FP8: tl.constexpr,  # whether the chip rounds to fp8, in one step
     EMULATE: tl.constexpr,  # the interpreter's cast to bf16 cuts off
     BLOCK_TQ: tl.constexpr,
     BLOCK_N: tl.constexpr,

@@ -12,7 +12,7 @@ import functools
 import torch
 
 from ..runtime import device, tuning
-from ..runtime.chips import CHIPS
+from ..runtime.chips import Chip, described
 from . import tuned
 from .gemm import Gemm, GemmConfig
 
@@ -38,37 +38,29 @@ def _pick(arch: str, gemm: Gemm) -> GemmConfig:
     measured = tuning.lookup(arch, tuned.OP, tuned.bucket(gemm), GemmConfig)
     if measured is not None and tuned.fits(arch, gemm, measured):
         return measured
-    arch = _described(arch)
+    chip = described(arch)
     if gemm.dtype == torch.float32:
-        return _fp32(arch, gemm)
-    if arch in ("sm_90", "sm_100"):
-        return _hopper(arch, gemm)
-    return _through_pointers(arch, gemm)
+        return _fp32(chip, gemm)
+    if chip.asynchronous:
+        return _hopper(chip, gemm)
+    return _through_pointers(chip, gemm)
 
 
 tuning.also_forget.append(_pick.cache_clear)
 
 
-def _described(arch: str) -> str:
-    """The chip in ``chips.py`` whose rules a chip is given: itself, or one that can do no more than it can."""
-    if arch in CHIPS:
-        return arch
-    if arch.startswith("gfx"):
-        return "gfx942"
-    return "sm_100" if arch.startswith("sm_10") else "sm_80"
-
-
-def _fp32(arch: str, gemm: Gemm) -> GemmConfig:
+def _fp32(chip: Chip, gemm: Gemm) -> GemmConfig:
     crowded = gemm.combine == "gated" or gemm.reads > 0  # more than one tile of fp32 in registers
     if gemm.precision == "ieee":  # no tensor cores: plain FMAs
-        return GemmConfig(64, 32 if crowded or "preact" in gemm.epilogue else 64, 16, 8, 2, use_tma=False)
-    if arch in ("sm_90", "sm_100"):
+        narrow = crowded or "preact" in gemm.epilogue or (chip.spills_early and "row_sum" in gemm.epilogue)
+        return GemmConfig(64, 32 if narrow else 64, 16, 8, 2, use_tma=False)
+    if chip.asynchronous:
         width = 64 if crowded else 128
-        return GemmConfig(128, width, 32, 8, 3 if arch == "sm_90" else 2, use_tma=gemm.aligned)
+        return GemmConfig(128, width, 32, 8, 3 if chip.matrix == "wgmma" else 2, use_tma=gemm.aligned)
     return GemmConfig(64, 32 if crowded else 128, 32, 4, 2, use_tma=False)
 
 
-def _hopper(arch: str, gemm: Gemm) -> GemmConfig:
+def _hopper(chip: Chip, gemm: Gemm) -> GemmConfig:
     """16-bit and fp8 operands on chips with TMA."""
     line = 128 // gemm.dtype.itemsize  # elements of a swizzled row of shared memory
     if not gemm.aligned:
@@ -77,54 +69,60 @@ def _hopper(arch: str, gemm: Gemm) -> GemmConfig:
     if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
         # Weights stream through once: the blocks hold as many bytes in flight as fit, and all multiprocessors pull.
         gated = gemm.combine == "gated"
-        warps = 8 if arch == "sm_100" and "preact" in gemm.epilogue and not gated else 4  # or it may spill
+        warps = 8 if chip.matrix == "tcgen05" and "preact" in gemm.epilogue and not gated else 4  # or it may spill
         config = GemmConfig(
             max(16, _power_of_two(gemm.M)), 64, 2 * line, warps, 4 if gated else 5, use_tma=True, swap=True
         )
-        return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
-    epilogue_subtile = _wants_subtile(arch, gemm)
-    narrow = GemmConfig(128, 128, line, 8, 4 if arch == "sm_90" else 3, use_tma=True, epilogue_subtile=epilogue_subtile)
-    if gemm.row_invariant or _tiles(narrow, gemm) < 2 * CHIPS[arch].sms or _wants_narrow(arch, gemm):
-        return dataclasses.replace(narrow, split_k=_splits(arch, narrow, gemm))
+        return dataclasses.replace(config, split_k=_splits(chip, config, gemm))
+    epilogue_subtile = _wants_subtile(chip, gemm)
+    stages = 4 if chip.matrix == "wgmma" else 3
+    narrow = GemmConfig(128, 128, line, 8, stages, use_tma=True, epilogue_subtile=epilogue_subtile)
+    if gemm.row_invariant or _tiles(narrow, gemm) < 2 * chip.sms or _wants_narrow(chip, gemm):
+        return dataclasses.replace(narrow, split_k=_splits(chip, narrow, gemm))
     # Half a tile on its way out leaves room for a fourth stage, which row sums need for the tile that they read.
-    if arch == "sm_90" and not gemm.reads and "row_sum" not in gemm.epilogue:
+    if chip.matrix == "wgmma" and not gemm.reads and "row_sum" not in gemm.epilogue:
         return GemmConfig(128, 256, line, 8, 4, use_tma=True, epilogue_subtile=True)
     return GemmConfig(128, 256, line, 8, 3, use_tma=True, epilogue_subtile=epilogue_subtile)
 
 
-def _wants_subtile(arch: str, gemm: Gemm) -> bool:
+def _wants_subtile(chip: Chip, gemm: Gemm) -> bool:
     """Whether the epilogue on a whole tile would spill. Two products leave too little shared memory for halves."""
     if gemm.combine == "gated":
         return False
     heavy = bool(gemm.reads) or not gemm.out_aligned
-    return heavy or (arch == "sm_100" and bool(set(gemm.epilogue) - {"bias", "row_sum"}))
+    return heavy or (chip.matrix == "tcgen05" and bool(set(gemm.epilogue) - {"bias", "row_sum"}))
 
 
-def _wants_narrow(arch: str, gemm: Gemm) -> bool:
+def _wants_narrow(chip: Chip, gemm: Gemm) -> bool:
     """Whether 128 x 256 accumulators would leave too few registers even for an epilogue on half a tile."""
     if gemm.combine == "gated" or gemm.reads == 2 or gemm.fp32_sums or not gemm.out_aligned:
         return True
-    return arch == "sm_100" and "accumulate" in gemm.epilogue
+    return chip.matrix == "tcgen05" and "accumulate" in gemm.epilogue
 
 
-def _through_pointers(arch: str, gemm: Gemm) -> GemmConfig:
+def _through_pointers(chip: Chip, gemm: Gemm) -> GemmConfig:
     """16-bit operands on chips without TMA."""
-    amd = arch.startswith("gfx")
+    amd = chip.matrix == "mfma"
     if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
         config = GemmConfig(32, 64, 64, 4, 2 if amd else 4, use_tma=False)
-        return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
+        return dataclasses.replace(config, split_k=_splits(chip, config, gemm))
     # Two products in one tile, unaligned rows and two factors' gradients need the registers of half a tile.
     width = 64 if gemm.combine == "gated" or not gemm.aligned or gemm.reads == 2 else 128
     if gemm.combine == "gated" and (gemm.remote or not gemm.aligned):
         width = 32
-    epilogue_subtile = gemm.remote == "send" or (gemm.reads > 0 and "accumulate" not in gemm.epilogue)
+    if gemm.reads == 2 and not gemm.aligned and not amd:
+        width = 32
+    halves = gemm.reads > 0 and "accumulate" not in gemm.epilogue
+    if chip.spills_early and gemm.combine != "gated":
+        halves = not gemm.out_aligned if not gemm.reads else gemm.reads == 1 and gemm.writes > 1
+    epilogue_subtile = gemm.remote == "send" or halves
     config = GemmConfig(
         128, width, 64 if amd else 32, 8, 2 if amd else 4, use_tma=False, epilogue_subtile=epilogue_subtile
     )
-    return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
+    return dataclasses.replace(config, split_k=_splits(chip, config, gemm))
 
 
-def _splits(arch: str, config: GemmConfig, gemm: Gemm) -> int:
+def _splits(chip: Chip, config: GemmConfig, gemm: Gemm) -> int:
     """Into how many parts to cut K so that few tiles still occupy the chip.
 
     Each part costs its tile a trip through memory, so it must be long enough to be worth one.
@@ -132,7 +130,7 @@ def _splits(arch: str, config: GemmConfig, gemm: Gemm) -> int:
     if gemm.row_invariant or not _may_split(gemm):
         return 1
     longest = min(8, gemm.K // (8 * config.block_k))
-    return max(1, min(longest, CHIPS[arch].sms // max(1, _tiles(config, gemm))))
+    return max(1, min(longest, chip.sms // max(1, _tiles(config, gemm))))
 
 
 def _may_split(gemm: Gemm) -> bool:

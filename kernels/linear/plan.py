@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime import device, tuning
+from ..runtime.chips import multiplies_asynchronously
 from ..runtime.signals_triton import clock_of
 from . import triton as kernels
 from .config import pick_config
@@ -146,7 +147,7 @@ def plan_launch(*fields: Any) -> Plan:
             "MAX_IMPRECISE_ACC": config.block_k if gemm.fp32_sums else None,
             **({"ROW_SCALES": False} if split else row_scales),
             "UPCAST": call.arch == device.INTERPRETER,
-            "RELOAD": call.arch.startswith(("sm_9", "sm_10")),  # their products are asynchronous
+            "RELOAD": multiplies_asynchronously(call.arch),
             "USE_TMA": config.use_tma,
             "OUT_ALIGNED": config.use_tma and gemm.out_aligned,
             "EPILOGUE_SUBTILE": config.epilogue_subtile and not split,

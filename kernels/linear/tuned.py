@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..runtime.chips import CHIPS, Chip
+from ..runtime import fences
+from ..runtime.chips import described
 from ..runtime.dtypes import short_name
 from .gemm import Gemm, GemmConfig
 
@@ -12,7 +13,6 @@ OP = "gemm"  # what entries are filed under: they are of one launch, whichever p
 SOURCES = tuple(f"linear/{name}.py" for name in ("activations", "launch", "plan", "remote", "tiles", "triton"))
 MAX_TOKENS = 16384  # more than this many tokens want what this many want
 
-_ASYNCHRONOUS = ("NVIDIA H100", "NVIDIA B200")
 _ACCUMULATORS = 128  # fp32 per thread; more leave the epilogue too few of a thread's 255 registers
 
 
@@ -40,26 +40,26 @@ def bucket(gemm: Gemm) -> str | None:
 def fits(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
     """Whether ``config`` can run ``gemm`` on ``arch``, by arithmetic: TMA, shared memory, accumulators, block sizes.
 
-    What the compiler makes of it (spills above all) only the compiler knows. On a chip that nobody described, True.
+    What the compiler makes of it (spills above all) only the compiler knows.
     """
     if config.epilogue_subtile and gemm.combine == "gated":
         return False
     if config.split_k > 1 and (gemm.combine == "chained" or gemm.remote):
         return False
-    if config.use_tma and not (gemm.aligned and arch not in ("sm_80", "gfx942")):
+    if config.use_tma and not (gemm.aligned and described(arch).asynchronous):
+        return False
+    if not config.use_tma and _asynchronous(arch, gemm, config) and not fences.fenced(arch):
         return False
     blocks = (config.block_m, config.block_n, config.block_k, config.num_warps)
     if min(blocks[:3]) < 16 or any(size & (size - 1) for size in blocks):  # tl.dot's and tl.arange's own limits
         return False
-    chip = CHIPS.get(arch)
-    if chip is None:
-        return True
+    chip = described(arch)
     products = 2 if gemm.combine == "gated" else 1
     accumulators = products * config.block_m * config.block_n / (config.num_warps * chip.warp_size)
-    return accumulators <= _ACCUMULATORS and shared_bytes(chip, gemm, config) <= chip.shared_per_block
+    return accumulators <= _ACCUMULATORS and shared_bytes(arch, gemm, config) <= chip.shared_per_block
 
 
-def shared_bytes(chip: Chip, gemm: Gemm, config: GemmConfig) -> int:
+def shared_bytes(arch: str, gemm: Gemm, config: GemmConfig) -> int:
     """Shared memory of one block, an estimate: the pipeline's tiles, and the epilogue's.
 
     Right to a percent for operands that are loaded asynchronously, too much for others (unaligned rows are not
@@ -68,15 +68,20 @@ def shared_bytes(chip: Chip, gemm: Gemm, config: GemmConfig) -> int:
     own tiles. Partial products go straight to memory, and on AMD everything does.
     """
     products = 2 if gemm.combine == "gated" else 1
-    ieee = gemm.dtype == torch.float32 and gemm.precision == "ieee"
-    rows = config.block_n if config.swap else config.block_m
-    asynchronous = chip.name in _ASYNCHRONOUS and rows >= 64 and not ieee
+    asynchronous = _asynchronous(arch, gemm, config)
     stages = config.num_stages if asynchronous else config.num_stages - 1
     pipeline = stages * (config.block_m + products * config.block_n) * config.block_k * gemm.dtype.itemsize
     if "row_sum" in gemm.epilogue and asynchronous:  # what is summed is loaded again
         pipeline += config.block_m * config.block_k * gemm.dtype.itemsize
-    if chip.name.startswith("AMD") or config.split_k > 1:
+    if arch.startswith("gfx") or config.split_k > 1:
         return pipeline
     by_tma = config.use_tma and "accumulate" not in gemm.epilogue
     width = config.block_n // 2 if config.epilogue_subtile else config.block_n
     return pipeline + (1 + gemm.reads * by_tma) * config.block_m * width * gemm.out_dtype.itemsize
+
+
+def _asynchronous(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
+    """Whether the product runs beside the code that has issued it."""
+    rows = config.block_n if config.swap else config.block_m  # as the matrix instruction sees them
+    ieee = gemm.dtype == torch.float32 and gemm.precision == "ieee"
+    return fences.asynchronous(arch, rows, config.num_warps) and not ieee

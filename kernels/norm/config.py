@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from ..runtime import device
+from ..runtime.chips import described
 
 _FORWARD = 16384  # columns of rows that a program of the forward kernel holds; wider ones are read twice
 _BACKWARD = 8192  # the same of backward, whose sums of the parameters' gradients take registers beside the row
@@ -63,8 +64,10 @@ def backward_config(arch: str, width: int) -> NormConfig:
     if width > _BACKWARD:
         return NormConfig(1, _BLOCK_D, _warps(arch, _BLOCK_D, 8))
     block_t, block_d = _held(width, 1024)
-    num_warps = _warps(arch, block_t * block_d, 16)
-    if arch.startswith("sm_8"):  # with 16 for a thread ptxas halves the registers there, and spills
+    chip = described(arch)
+    num_warps = _warps(arch, block_t * block_d, 32 if chip.spills_early else 16)
+    # With 16 for a thread ptxas halves the registers there, and spills.
+    if chip.matrix == "mma" and not chip.spills_early:
         num_warps = max(num_warps, min(16, _warps(arch, block_t * block_d, 8)))
     return NormConfig(block_t, block_d, num_warps, per_sm=max(1, 16 // num_warps))
 

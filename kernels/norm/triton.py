@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ..dropout.triton import keep_mask
+from ..runtime.sums_triton import product
 
 
 @triton.jit
@@ -66,11 +67,11 @@ def _merge(
         tile_mean += tl.sum(tl.where(mask, s - tile_mean[:, None], 0.0), 1) / count
         away = tl.where(mask, s - tile_mean[:, None], 0.0)
         if FIRST:  # nothing to merge with, and a large mean squared may overflow
-            return tile_mean, tl.sum(away * away, 1)
+            return tile_mean, tl.sum(product(away, away), 1)
         step = tile_mean - mean
-        return mean + step * share, squares + tl.sum(away * away, 1) + step * step * (c * share)
+        return mean + step * share, squares + tl.sum(product(away, away), 1) + step * step * (c * share)
     else:
-        return mean, squares + tl.sum(s * s, 1)
+        return mean, squares + tl.sum(product(s, s), 1)
 
 
 @triton.jit

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..runtime import device, tuning
+from ..runtime import device, fences, tuning
+from ..runtime.chips import described
 from . import tuned
 
 QUANTUM = 1024  # keys that invariant mode sums up by themselves: what a sequence is cut at, wherever it is
@@ -48,6 +49,7 @@ class Problem(NamedTuple):
     max_rows: int | None
     max_seq_len: int | None
     forced: AttentionConfig | None = None  # by :func:`forced`
+    fenced: bool = True  # as in runtime/fences.py: products of 64 rows and more may read what cp.async copied
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,9 @@ def pick_tile(problem: Problem, rows: int) -> AttentionConfig:
     elsewhere.
     """
     if problem.forced is not None:
+        tile = problem.forced
+        if not problem.fenced and fences.asynchronous(problem.arch, tile.block_m, tile.num_warps):
+            raise ValueError(fences.refusal(f"paged_attention: the tile {problem.forced}"))
         return problem.forced
     if problem.arch == device.INTERPRETER:
         return AttentionConfig(rows, 16, 4, 1, split_keys=_INTERPRETED)
@@ -124,54 +129,85 @@ def pick_tile(problem: Problem, rows: int) -> AttentionConfig:
 
 def _tile(problem: Problem, rows: int) -> AttentionConfig:
     """A tile of up to ``rows``. Its other sizes are the largest whose builds (``paged_builds.py``) do not spill."""
-    arch = problem.arch
+    chip = described(problem.arch)
     wide = _wide(problem)
     loaded = _loaded(problem)
-    if arch.startswith("gfx"):  # 64 KiB of shared memory
+    if chip.matrix == "mfma":  # 64 KiB of shared memory
         if loaded and rows > 32:
             return AttentionConfig(64, 32, 4, 2)
         return AttentionConfig(rows, 32 if wide else 64, 8 if rows == 128 else 4, 1 if problem.tree else 2)
-    if rows <= 32:
-        if arch == "sm_80" and wide:
-            return AttentionConfig(rows, 64, 8, _STAGES, per_sm=1)
-        if arch == "sm_100" and not wide:
-            # Padded heads spill in four warps.
-            padded = any(size & (size - 1) for size in (problem.head_size, problem.v_size))
-            return AttentionConfig(rows, 32, 2 if padded and rows == 16 else 4, _STAGES, per_sm=3)
-        return AttentionConfig(rows, 32 if wide else 64, 4, _STAGES, per_sm=3)
+    rows = min(rows, _most_rows(problem))
     small = max(problem.head_size, problem.v_size) <= 64
-    if arch == "sm_80":
-        return AttentionConfig(64 if loaded else rows, 64 if small and not loaded else 32, 8, _STAGES)
+    if rows <= 32:
+        if chip.matrix == "mma" and wide:
+            tile = AttentionConfig(rows, 64, 8, _STAGES, per_sm=1)
+            fits = tuned.shared_bytes(problem, tile) <= chip.shared_per_block
+            return tile if fits else AttentionConfig(rows, 16, 8, _STAGES)
+        padded = any(size & (size - 1) for size in (problem.head_size, problem.v_size))  # they spill in four warps
+        all_rows = rows == 32 and not problem.fenced  # prefill as well, with all that it may be asked for
+        if chip.matrix == "tcgen05" and not wide:
+            warps = 2 if padded and rows == 16 else 4
+            return AttentionConfig(rows, 16 if all_rows and not small else 32, warps, _STAGES, per_sm=3)
+        narrow = wide or (all_rows and problem.tree) or (chip.spills_early and _quantised(problem))
+        warps = 8 if chip.spills_early and padded else 4
+        return _within(problem, AttentionConfig(rows, 32 if narrow else 64, warps, _STAGES, per_sm=3), programs=2)
+    if chip.matrix == "mma":
+        tile = AttentionConfig(64 if loaded else rows, 64 if small and not loaded else 32, 8, _STAGES)
+        return _within(problem, tile)
     if wide:
         most = 64 if problem.tree or problem.kv_dtype != problem.q_dtype else 128
         return AttentionConfig(min(rows, most), 32, 8, _STAGES, per_sm=1)
+    blackwell = chip.matrix == "tcgen05"
     if problem.tree or _quantised(problem):
-        return AttentionConfig(64, 64 if arch == "sm_100" and not problem.tree else 32, 8, _STAGES, per_sm=1)
-    # Where sm_100 takes 64 rows, two programs with three stages hide more than one with five.
-    stages = 3 if arch == "sm_100" and rows == 64 else _STAGES
-    return AttentionConfig(rows, 32 if arch == "sm_100" and small else 64, rows // 16, stages, per_sm=128 // rows)
+        return AttentionConfig(64, 64 if blackwell and not problem.tree else 32, 8, _STAGES, per_sm=1)
+    # Where tcgen05 takes 64 rows, two programs with three stages hide more than one with five.
+    stages = 3 if blackwell and rows == 64 else _STAGES
+    return AttentionConfig(rows, 32 if blackwell and small else 64, rows // 16, stages, per_sm=128 // rows)
 
 
 def _fp32(problem: Problem) -> AttentionConfig:
     """IEEE fp32 has no tensor cores: few rows, so that operands stay in registers."""
-    keys = 16 if _wide(problem) or problem.kv_dtype != torch.float32 or problem.arch == "sm_80" else 32
-    if problem.arch.startswith("gfx"):
+    chip = described(problem.arch)
+    keys = 16 if _wide(problem) or problem.kv_dtype != torch.float32 or chip.matrix == "mma" else 32
+    if chip.matrix == "mfma":
         return AttentionConfig(16, keys, 4, 2)
-    return AttentionConfig(16, keys, 4 if _wide(problem) and problem.arch == "sm_80" else 8, _STAGES)
+    few = chip.matrix == "mma" and (_wide(problem) or (chip.spills_early and problem.kv_dtype == torch.float32))
+    tile = AttentionConfig(16, keys, 4 if few else 8, _STAGES)
+    return _within(problem, tile)
 
 
 def _invariant(problem: Problem) -> AttentionConfig:
     """One tile for everything. In 16 bits 64 rows, the fewest that a warp group multiplies."""
-    arch = problem.arch
-    if arch == device.INTERPRETER:
+    if problem.arch == device.INTERPRETER:
         return AttentionConfig(16, 16, 4, 1, _INTERPRETED)
     if problem.q_dtype == torch.float32:
         return dataclasses.replace(_fp32(problem), quantum=QUANTUM)
-    if arch.startswith("gfx"):
+    chip = described(problem.arch)
+    if chip.matrix == "mfma":
         return AttentionConfig(64, 32, 4, 2, QUANTUM)
+    rows = _most_rows(problem)
     if _loaded(problem):
-        return AttentionConfig(64 if arch == "sm_90" else 32, 32, 8, _STAGES, QUANTUM)
-    return AttentionConfig(64, 32, 8 if arch == "sm_80" else 4, _STAGES, QUANTUM)
+        rows = min(rows, 64 if chip.matrix == "wgmma" else 32)
+        return _within(problem, AttentionConfig(rows, 32, 8, _STAGES, QUANTUM))
+    tile = AttentionConfig(min(64, rows), 32, 8 if chip.matrix == "mma" else 4, _STAGES, QUANTUM)
+    return _within(problem, tile)
+
+
+def _most_rows(problem: Problem) -> int:
+    """Products of 32 rows are not asynchronous: what cp.async copied needs no fence for them."""
+    return 128 if problem.fenced else 32
+
+
+def _within(problem: Problem, tile: AttentionConfig, programs: int = 1) -> AttentionConfig:
+    """``tile`` with as many keys as let so many programs fit a multiprocessor of the chip; ``per_sm`` follows."""
+    chip = described(problem.arch)
+    while tile.block_n > 16:
+        used = tuned.shared_bytes(problem, tile)
+        if used <= chip.shared_per_block and programs * (used + chip.shared_reserved) <= chip.shared_per_sm:
+            break
+        tile = dataclasses.replace(tile, block_n=tile.block_n // 2)
+    fit = chip.shared_per_sm // (tuned.shared_bytes(problem, tile) + chip.shared_reserved)
+    return dataclasses.replace(tile, per_sm=max(1, min(tile.per_sm, fit)))
 
 
 def _quantised(problem: Problem) -> bool:

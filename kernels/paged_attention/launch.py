@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..runtime import alloc, device, tuning
+from ..runtime import alloc, device, fences, tuning
 from ..runtime.chips import converts_e4m3
 from . import plan_triton
 from . import triton as kernels
@@ -72,8 +72,9 @@ def problem_of(tensors: Tensors, options: AttentionOptions, invariant: bool, bou
     window = options.window
     if window is not None and window >= max_keys + q.shape[0]:
         window = None  # it holds every key, and sums with it stay within 32 bits
+    arch = device.architecture(q.device)
     return Problem(
-        device.architecture(q.device),
+        arch,
         device.program_slots(q.device),
         q.shape[0],
         seq_lens.shape[0],
@@ -93,6 +94,8 @@ def problem_of(tensors: Tensors, options: AttentionOptions, invariant: bool, bou
         None if bounds.max_query_len is None else triton.next_power_of_2(bounds.max_query_len * group),
         None if bounds.max_seq_len is None else triton.next_power_of_2(bounds.max_seq_len),
         forced.config,
+        # fp32 has no asynchronous product.
+        q.dtype == torch.float32 or fences.fenced(arch),
     )
 
 

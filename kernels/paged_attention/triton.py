@@ -26,6 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..runtime.sums_triton import product
 from .scores_triton import LOG2E, scores, sees
 from .widen_triton import widen, widen_pairs
 
@@ -466,8 +467,8 @@ def _merge_kernel(
                 m_next = tl.maximum(m, tl.max(m_part, 0))
                 top = _finite(m_next)
                 weight, correction = tl.exp2(m_part - top), tl.exp2(m - top)
-                l = l * correction + tl.sum(l_part * weight, 0)  # noqa: E741
-                acc = acc * correction + tl.sum(acc_part * weight[:, None], 0)
+                l = l * correction + tl.sum(product(l_part, weight), 0)  # noqa: E741
+                acc = acc * correction + tl.sum(product(acc_part, weight[:, None]), 0)
                 m = m_next
         row = first_row + i
         head = (kv_head * GROUP + row % GROUP).to(tl.int64)

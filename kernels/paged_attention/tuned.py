@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime.chips import CHIPS
+from ..runtime import fences
+from ..runtime.chips import described
 from ..runtime.dtypes import CACHE_NAMES
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 OP = "paged_attention"
 SOURCES = tuple(f"paged_attention/{name}.py" for name in ("launch", "plan", "plan_triton", "triton"))
+_OTHER = 1024  # bytes of shared memory: pages, and rows' sums on their way from warp to warp
 _REGISTERS = 160  # fp32 per thread of scores and sums; more leave the rest too few of 255
 
 
@@ -38,21 +40,37 @@ def bucket(problem: Problem, rows: int) -> str | None:
 def fits(problem: Problem, config: AttentionConfig) -> bool:
     """Whether ``config`` can run on the problem's chip, by arithmetic: block sizes, accumulators, shared memory.
 
-    What the compiler makes of it (spills above all) only the compiler knows. On a chip that nobody described, True.
+    What the compiler makes of it (spills above all) only the compiler knows.
     """
     sizes = (config.block_m, config.block_n, config.num_warps)
     if config.quantum or any(size & (size - 1) for size in sizes):
         return False
-    chip = CHIPS.get(problem.arch)
-    if chip is None:
-        return True
     if min(sizes[:2]) < 16:  # tl.dot's own limit
         return False
-    head, width = (max(16, 1 << (size - 1).bit_length()) for size in (problem.head_size, problem.v_size))
+    if not problem.fenced and fences.asynchronous(problem.arch, config.block_m, config.num_warps):
+        return False
+    chip = described(problem.arch)
+    _, width = _padded(problem)
     registers = config.block_m * (config.block_n + width) / (config.num_warps * chip.warp_size)
+    return registers <= _REGISTERS and shared_bytes(problem, config) <= chip.shared_per_block
+
+
+def shared_bytes(problem: Problem, config: AttentionConfig) -> int:
+    """Shared memory of one block, an estimate: the pipeline's keys and values, queries and scores."""
+    head, width = _padded(problem)
     # Of the stages one is the look at the table, and one is computed on; matrix instructions that run asynchronously
     # keep that one too.
-    stages = config.num_stages - (2 if problem.arch in ("sm_90", "sm_100") and config.block_m >= 64 else 3)
-    shared = max(stages, 0) * config.block_n * (head + width) * problem.kv_dtype.itemsize
-    shared += config.block_m * head * problem.q_dtype.itemsize
-    return registers <= _REGISTERS and shared <= chip.shared_per_block
+    asynchronous = fences.asynchronous(problem.arch, config.block_m, config.num_warps)
+    stages = max(0, config.num_stages - (2 if asynchronous else 3))
+    keys = stages * config.block_n * (head + width) * problem.kv_dtype.itemsize
+    # Synchronous products get the scores in another layout than they come in, through shared memory.
+    scores = _OTHER + (0 if asynchronous else config.block_m * config.block_n * problem.q_dtype.itemsize)
+    return keys + config.block_m * head * problem.q_dtype.itemsize + scores
+
+
+def _padded(problem: Problem) -> tuple[int, int]:
+    """The head sizes of q and k, and of v, as a tile holds them."""
+    return (
+        max(16, 1 << (problem.head_size - 1).bit_length()),
+        max(16, 1 << (problem.v_size - 1).bit_length()),
+    )

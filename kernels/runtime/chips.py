@@ -2,8 +2,11 @@
 
 One entry per name in ``registry.TARGETS``, for the part that most people mean by it. Sources: per-block and per-SM
 limits from the CUDA C++ Programming Guide ("Technical Specifications per Compute Capability") and, for gfx942, LLVM's
-"User Guide for AMDGPU Backend" and the CDNA3 instruction set; SM counts and dense peak rates from the vendors' data
-sheets (A100 80GB SXM, H100 SXM, B200, MI300X).
+"User Guide for AMDGPU Backend" and the CDNA3 instruction set; SM counts and dense peak rates (with fp32 sums) from the
+vendors' data sheets (A100 80GB SXM, L40S, H100 SXM, B200, MI300X) and NVIDIA's white papers on GA102 (RTX 3090) and on
+the RTX Blackwell architecture (RTX 5090).
+
+Configurations follow from what stands here, never from a chip's name: :func:`described` finds the entry for any chip.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ class Chip:
     """Limits and peaks of one GPU. "SM" also means AMD's compute unit, "warp" its wavefront, "shared" its LDS."""
 
     name: str
+    matrix: str  # its matrix instruction: "mma" and "mfma" have read their operands when they are issued, "wgmma" and
+    # "tcgen05" read shared memory until they are waited for
     sms: int
     warp_size: int
     max_warps_per_sm: int
@@ -36,6 +41,12 @@ class Chip:
     shared_reserved: int  # bytes per block that the driver takes for itself
     flops: Mapping[str, float]  # dense matrix FLOP/s by input dtype; "fp32" without tensor cores
     bandwidth: float  # bytes/s of device memory
+    spills_early: bool = False  # its assembler (ptxas 12.8) gives up registers for blocks, and spills where others fit
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether matrix products of 64 rows and more run beside the code that has issued them."""
+        return self.matrix in ("wgmma", "tcgen05")
 
     def blocks_per_sm(self, registers: int, shared_bytes: int, num_warps: int) -> int:
         """How many blocks of one kernel an SM holds at once: the method of NVIDIA's occupancy calculator.
@@ -64,6 +75,28 @@ def _round_up(value: int, step: int) -> int:
 
 
 @functools.cache
+def described(arch: str) -> Chip:
+    """The entry of CHIPS that a chip is configured by: its own, or one that can do no more than it can.
+
+    That is the nearest below it of the same generation; "sm_86", which has the least, for a generation nobody listed.
+    """
+    if arch in CHIPS:
+        return CHIPS[arch]
+    if arch.startswith("gfx"):
+        return CHIPS["gfx942"]
+    generation, number = arch[:-1], int(arch.removeprefix("sm_"))
+    listed = {int(name.removeprefix("sm_")): chip for name, chip in CHIPS.items() if name[:-1] == generation}
+    below = [listed[each] for each in sorted(listed) if each < number]
+    return below[-1] if below else CHIPS["sm_86"]
+
+
+@functools.cache
+def multiplies_asynchronously(arch: str) -> bool:
+    """Whether matrix products on a chip, or in the interpreter, run beside the code that has issued them."""
+    return arch.startswith("sm_") and described(arch).asynchronous
+
+
+@functools.cache
 def converts_e4m3(arch: str) -> bool:
     """Whether Triton converts float8_e4m3fn on this chip; elsewhere ``fp8_bits.py`` does.
 
@@ -72,9 +105,18 @@ def converts_e4m3(arch: str) -> bool:
     return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 89
 
 
+@functools.cache
+def rounds_fp8_twice(arch: str) -> bool:
+    """Whether Triton's conversion of fp32 to fp8 goes through fp16 on this chip: of 4,096 normal numbers 20 end a place
+    off.
+    """
+    return arch == "sm_89"
+
+
 CHIPS: dict[str, Chip] = {
     "sm_80": Chip(
         name="NVIDIA A100",
+        matrix="mma",
         sms=108,
         warp_size=32,
         max_warps_per_sm=64,
@@ -89,8 +131,43 @@ CHIPS: dict[str, Chip] = {
         flops={"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
         bandwidth=2.039e12,
     ),
+    "sm_86": Chip(
+        name="NVIDIA RTX 3090",
+        matrix="mma",
+        sms=82,
+        warp_size=32,
+        max_warps_per_sm=48,
+        max_blocks_per_sm=16,
+        registers_per_sm=64 * KIB,
+        registers_per_thread=255,
+        register_step=256,
+        shared_per_block=99 * KIB,
+        shared_per_sm=100 * KIB,
+        shared_step=128,
+        shared_reserved=KIB,
+        flops={"bf16": 71e12, "fp16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12},
+        bandwidth=0.936e12,
+    ),
+    "sm_89": Chip(
+        name="NVIDIA L40S",
+        matrix="mma",
+        sms=142,
+        warp_size=32,
+        max_warps_per_sm=48,
+        max_blocks_per_sm=24,
+        registers_per_sm=64 * KIB,
+        registers_per_thread=255,
+        register_step=256,
+        shared_per_block=99 * KIB,
+        shared_per_sm=100 * KIB,
+        shared_step=128,
+        shared_reserved=KIB,
+        flops={"fp8": 733e12, "bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12},
+        bandwidth=0.864e12,
+    ),
     "sm_90": Chip(
         name="NVIDIA H100",
+        matrix="wgmma",
         sms=132,
         warp_size=32,
         max_warps_per_sm=64,
@@ -107,6 +184,7 @@ CHIPS: dict[str, Chip] = {
     ),
     "sm_100": Chip(
         name="NVIDIA B200",
+        matrix="tcgen05",
         sms=148,
         warp_size=32,
         max_warps_per_sm=64,
@@ -121,8 +199,27 @@ CHIPS: dict[str, Chip] = {
         flops={"fp8": 4500e12, "bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12},
         bandwidth=8.0e12,
     ),
+    "sm_120": Chip(
+        name="NVIDIA RTX 5090",
+        matrix="mma",
+        sms=170,
+        warp_size=32,
+        max_warps_per_sm=48,
+        max_blocks_per_sm=24,
+        registers_per_sm=64 * KIB,
+        registers_per_thread=255,
+        register_step=256,
+        shared_per_block=99 * KIB,
+        shared_per_sm=100 * KIB,
+        shared_step=128,
+        shared_reserved=KIB,
+        flops={"fp8": 419e12, "bf16": 209.5e12, "fp16": 209.5e12, "tf32": 104.8e12, "fp32": 104.8e12},
+        bandwidth=1.792e12,
+        spills_early=True,
+    ),
     "gfx942": Chip(
         name="AMD MI300X",
+        matrix="mfma",
         sms=304,
         warp_size=64,
         max_warps_per_sm=32,

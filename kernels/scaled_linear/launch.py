@@ -7,6 +7,7 @@ import triton
 
 from ..linear import launch as linear
 from ..runtime import alloc, device
+from ..runtime.chips import rounds_fp8_twice
 from ..runtime.dtypes import LARGEST
 from . import triton as kernels
 
@@ -28,6 +29,7 @@ def _blocks(where: torch.device, *, rows: int = 64, cols: int = 128) -> tuple[in
 
 
 def _common(x: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:
+    arch = device.architecture(x.device)
     return {
         "x_ptr": x,
         "R": x.shape[0],
@@ -36,7 +38,7 @@ def _common(x: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:
         "ALIGN_R": device.divisor(x.shape[0]),
         "ALIGN_C": device.divisor(x.shape[1]),
         "LARGEST": LARGEST[dtype],
-        "EMULATE": device.architecture(x.device) == device.INTERPRETER,
+        "EMULATE": arch == device.INTERPRETER or rounds_fp8_twice(arch),
     }
 
 

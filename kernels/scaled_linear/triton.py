@@ -55,9 +55,9 @@ def _to_fp8(x, inverse, DTYPE: tl.constexpr, LARGEST: tl.constexpr, EMULATE: tl.
 
 @triton.jit
 def _round_to_fp8(q, finite, DTYPE: tl.constexpr):
-    """What the hardware's cast does, from its definition: the interpreter's (Triton 3.6 and 3.7) rounds ties away from
-    zero, flushes subnormals and makes numbers of NaN. (It also reads NaN as a number, so NaN gets through a product on
-    a GPU only.)"""
+    """What the hardware's cast does, from its definition: Triton's goes through fp16 on sm_89, and so rounds twice; the
+    interpreter's (Triton 3.6 and 3.7) rounds ties away from zero, flushes subnormals and makes numbers of NaN. (It also
+    reads NaN as a number, so NaN gets through a product on a GPU only.)"""
     MANTISSA: tl.constexpr = 3 if DTYPE.is_fp8e4nv() else 2
     LEAST: tl.constexpr = -6 if DTYPE.is_fp8e4nv() else -14  # exponent of the smallest normal number
     bits = q.to(tl.int32, bitcast=True)
@@ -112,7 +112,7 @@ def _cast_kernel(
     LARGEST: tl.constexpr,
     ALIGN_R: tl.constexpr,
     ALIGN_C: tl.constexpr,
-    EMULATE: tl.constexpr,  # the interpreter's cast is wrong
+    EMULATE: tl.constexpr,  # the compiler's cast rounds twice (sm_89), or the interpreter's is wrong
     COUNT: tl.constexpr,  # a power of two, at least ``count``
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,

@@ -11,6 +11,7 @@ import pytest
 
 from shardfuse import cli
 from shardfuse.commands import env
+from shardfuse.kernels.runtime import device, dispatch, fences
 
 
 @pytest.fixture
@@ -131,6 +132,16 @@ def test_env_shows_what_changes_a_run_and_hides_the_rest(command, monkeypatch):
     assert json.loads(out)["environment"]["TRITON_CACHE_DIR"] == "~/cache"
     assert "secret" not in out
     assert "someone" not in out
+
+
+@pytest.mark.parametrize(
+    ("arch", "fenced", "said"), [("sm_90", False, True), ("sm_90", True, False), ("sm_89", False, False)]
+)
+def test_env_says_what_the_installed_triton_leaves_out(monkeypatch, arch, fenced, said):
+    monkeypatch.setattr(device, "architecture", lambda on: arch)
+    monkeypatch.setattr(dispatch, "triton_version", lambda: "3.6.0")
+    with fences.assumed(fenced):
+        assert ("Triton 3.6.0 leaves out fences" in env._small_tiles(0)) is said
 
 
 def test_env_survives_a_broken_torch(command, monkeypatch):

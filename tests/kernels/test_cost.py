@@ -327,7 +327,7 @@ def test_the_arithmetic_of_shared_memory_is_the_compilers(target, blocks):
     )
     [report] = codegen.compile_builds([build])
     assert report.error is None
-    counted = shared_bytes(CHIPS[target], build.gemm, build.tile)
+    counted = shared_bytes(target, build.gemm, build.tile)
     assert counted <= report.shared_bytes < counted * 1.01
     assert report.flops == 2 * build.gemm.M * build.gemm.N * build.gemm.K
     assert report.gemm == f"nt {build.gemm.M}x{build.gemm.N}x{build.gemm.K}"

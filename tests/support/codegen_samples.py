@@ -1,4 +1,6 @@
-"""Kernels with deliberate faults: as a program, it compiles each and prints {name: [report, problems]} as JSON.
+"""Kernels with deliberate faults: as a program, it compiles each and prints {name: [report, problems]} as JSON, and
+under "fenced" what ``fences.py`` finds of this Triton. Arguments name the samples to compile; without any, those that
+are the same under every Triton.
 
 It is a separate program because the tests' process interprets its kernels and so cannot compile any.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 import torch
 import triton
@@ -14,6 +17,7 @@ import triton.language as tl
 
 from shardfuse.kernels.dev import codegen, registry
 from shardfuse.kernels.dev.registry import Build
+from shardfuse.kernels.runtime import fences
 
 
 @triton.jit
@@ -60,8 +64,14 @@ def _shipped(op: str, config: str, **features) -> Build:
     return dataclasses.replace(found, config=config)
 
 
-PREFILL = _shipped("paged_attention", "prefill", BLOCK_M=128)
+with fences.assumed(True):
+    PREFILL = _shipped("paged_attention", "prefill", BLOCK_M=128)
 GATED = _shipped("gated_linear", "gated", EPILOGUE="gated")
+ROW_SUM = next(
+    dataclasses.replace(build, config="row-sum")
+    for build in registry.op("linear_act").builds("sm_90")
+    if build.gemm is not None and "row_sum" in build.gemm.epilogue and build.args["USE_TMA"] and build.args["RELOAD"]
+)
 
 BUILDS = [
     _build(_tma_gemm_kernel, "good", "sm_90", (128, 128, 64), 8, 3),
@@ -78,8 +88,14 @@ BUILDS = [
     dataclasses.replace(PREFILL, config="prefill-waits", num_stages=3),
     GATED,
     dataclasses.replace(GATED, config="gated-unexcused", unpipelined=None),
+    ROW_SUM,
+    dataclasses.replace(ROW_SUM, config="row-sum-not-reloaded", args={**ROW_SUM.args, "RELOAD": False}),
 ]
+FENCED = {"prefill", "prefill-waits"}  # right under a Triton that puts fences where they are needed
 
 if __name__ == "__main__":
-    reports = [codegen.compile_build(build) for build in BUILDS]
-    print(json.dumps({report.config: [dataclasses.asdict(report), codegen.problems(report)] for report in reports}))
+    fenced = {arch: fences.fenced(arch) for arch in ("sm_80", "sm_90")}
+    asked = sys.argv[1:] or [build.config for build in BUILDS if fenced["sm_90"] or build.config not in FENCED]
+    reports = [codegen.compile_build(build) for build in BUILDS if build.config in asked]
+    found = {report.config: [dataclasses.asdict(report), codegen.problems(report)] for report in reports}
+    print(json.dumps({"fenced": fenced, **found}))

@@ -61,7 +61,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
     ),
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 2/8\"", 400),),
     (
-        Part("make codegen-all TARGETS='sm_80 sm_90'", 350),
+        Part("make codegen-all TARGETS='sm_90'", 450),
         Part("make docs", 25),
     ),
     (
@@ -90,7 +90,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 5/8\"", 400),),
     (Part("make test-newest JOBS='ranks-2 rest-2'", 480),),
     (
-        Part("make codegen-all TARGETS='sm_100 gfx942'", 350),
+        Part("make codegen-all TARGETS='sm_100'", 450),
         Part("make test-server", 10),
     ),
     (
@@ -113,6 +113,11 @@ SHARES: tuple[tuple[Part, ...], ...] = (
     (Part("make test-portable ARGS='--run 4 --half 2'", 290),),
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 8/8\"", 400),),
     (Part("make gpu-rehearse", 350),),
+    (Part("make codegen-all TARGETS='sm_80'", 400),),
+    (Part("make codegen-all TARGETS='gfx942'", 400),),
+    (Part("make codegen-all TARGETS='sm_86'", 400),),
+    (Part("make codegen-all TARGETS='sm_89'", 400),),
+    (Part("make codegen-all TARGETS='sm_120'", 400),),
 )
 
 # What stays nightly, as it cannot be divided into parts that fit. CONTRIBUTING.md gives its time.

@@ -153,8 +153,23 @@ def _gpus() -> dict[str, str]:
         gpu = torch.cuda.get_device_properties(index)
         found[str(index)] = (
             f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB, driver {driver}"
+            f"{_small_tiles(index)}"
         )
     return found
+
+
+def _small_tiles(index: int) -> str:
+    """What a GPU has to do without because of the installed Triton; nothing in most cases."""
+    import torch
+
+    from ..kernels.runtime import device, dispatch, fences
+
+    if dispatch.triton_version() is None or fences.fenced(device.architecture(torch.device("cuda", index))):
+        return ""
+    return (
+        f"; Triton {dispatch.triton_version()} leaves out fences that asynchronous products need: attention runs in "
+        "tiles of 32 rows (3.7 has them)"
+    )
 
 
 def _driver() -> str:

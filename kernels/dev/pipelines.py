@@ -1,0 +1,253 @@
+"""Whether what a kernel copies ahead stays clear of what its matrix products still read.
+
+Products that run asynchronously (wgmma, tcgen05) read their operands until they are waited for. Triton's software
+pipeline has to give each operand so many buffers that no copy goes to where a product under way still reads; with one
+too few the next copy overwrites the operand beneath it (triton-lang/triton#6691). Machine code does not show that
+plainly. Triton's IR for GPUs ("TTGIR") does: its loops are run here on buffers and slots alone.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+_ASYNCHRONOUS = ("ttng.warp_group_dot ", "ttng.tc_gen5_mma")
+# Copies and stores into shared memory, and the first operand that can be their target.
+_WRITES = {
+    "ttng.async_tma_copy_global_to_local": 1,
+    "ttng.async_tma_gather": 1,
+    "ttg.async_copy_global_to_local": 1,
+    "ttg.local_store": 1,
+}
+_ROUNDS = 12  # of an innermost loop: more than any pipeline has stages, so that every slot is used again
+_OUTER_ROUNDS = 3
+
+_LOCATION = re.compile(r" loc\(.*\)$")
+_NAME = r"%[\w.$#-]+"
+_NAMES = re.compile(_NAME)
+_RESULTS = re.compile(r"^(%[\w.$-]+)(?::(\d+))? = (.*)$")
+_FOR = re.compile(
+    rf"^scf\.for (?:unsigned )?({_NAME}) = ({_NAME}) to {_NAME} step ({_NAME})(?: iter_args\((.*?)\) ->)?"
+)
+_INTEGER = re.compile(r"^arith\.constant (-?\d+|true|false)\b")
+_PENDINGS = re.compile(r"pendings = (\d+)")
+
+
+def overwrites(ttgir: str) -> int:
+    """How many copies of a kernel go to where a product under way still reads, each place in the text once.
+
+    Conditions that only a running kernel knows are all taken to hold, then all not to hold; loops go round a few times.
+    Other products (mma) have read their operands before the kernel goes on.
+    """
+    if not any(product in ttgir for product in _ASYNCHRONOUS):
+        return 0
+    body = _parse(ttgir)
+    found: set[int] = set()
+    for assumed in (True, False):
+        walk = _Walk(assumed)
+        walk.run(body)
+        found |= walk.found
+    return len(found)
+
+
+# --------------------------------------------------------------------------------------------------- text to blocks
+
+
+@dataclass
+class _Op:
+    line: int
+    results: str | None
+    count: int
+    text: str  # from the operation's name on
+    regions: list[list[_Op]] = field(default_factory=list)
+
+
+def _parse(text: str) -> list[_Op]:
+    """The operations of a module, nested as their regions are. Labels of blocks are passed over."""
+    top: list[_Op] = []
+    open_regions = [top]
+    for number, raw in enumerate(text.splitlines()):
+        line = _LOCATION.sub("", raw.strip()).rstrip()
+        if not line or line.startswith(("#", "^", "//")):
+            continue
+        if line.startswith("}"):
+            open_regions.pop()
+            if line.endswith("{"):  # "} else {", "} do {"
+                owner = open_regions[-1][-1]
+                owner.regions.append([])
+                open_regions.append(owner.regions[-1])
+            continue
+        found = _RESULTS.match(line)
+        op = _Op(number, found[1], int(found[2] or 1), found[3]) if found else _Op(number, None, 0, line)
+        open_regions[-1].append(op)
+        if line.endswith("{"):
+            op.regions.append([])
+            open_regions.append(op.regions[-1])
+    if len(open_regions) != 1:
+        raise ValueError("the regions of this TTGIR do not close: is it Triton's?")
+    return top
+
+
+# ----------------------------------------------------------------------------------------------------- running it
+
+
+class _Slot(NamedTuple):
+    """One of a buffer's slots; ``at`` is None for a buffer of one, and where the IR's arithmetic does not tell."""
+
+    buffer: int
+    at: int | None
+
+
+class _Product(NamedTuple):
+    reads: tuple[_Slot, ...]
+    barrier: _Slot | None  # that its end is signalled on (tcgen05); None: it is waited for by count (wgmma)
+
+
+class _Walk:
+    """One run of a kernel's loops. A value is an int, a bool, a :class:`_Slot`, or None for all that is not known."""
+
+    def __init__(self, assumed: bool) -> None:
+        self.found: set[int] = set()  # lines of copies that overwrite
+        self._assumed = assumed
+        self._values: dict[str, Any] = {}
+        self._under_way: list[_Product] = []
+        self._allocated = 0
+
+    def run(self, block: list[_Op]) -> list[Any]:
+        """Run a region; what it yields."""
+        yielded: list[Any] = []
+        for op in block:
+            if op.text.startswith(("scf.yield", "scf.condition")):
+                yielded = self._operands(op.text)
+            elif op.text.startswith("scf.for"):
+                self._loop(op)
+            elif op.regions:
+                self._region(op)
+            else:
+                self._step(op)
+        return yielded
+
+    def _operands(self, text: str) -> list[Any]:
+        """The values named before the types."""
+        return [self._values.get(name) for name in _NAMES.findall(text.partition(" : ")[0])]
+
+    def _set(self, op: _Op, values: list[Any]) -> None:
+        if op.results is None:
+            return
+        if op.count == 1:
+            self._values[op.results] = values[0] if values else None
+        for i in range(op.count):
+            self._values[f"{op.results}#{i}"] = values[i] if i < len(values) else None
+
+    def _loop(self, op: _Op) -> None:
+        header = _FOR.match(op.text)
+        assert header, f"not a loop as Triton prints it: {op.text}"
+        pairs = [pair.split(" = ") for pair in (header[4] or "").split(", ") if pair]
+        carried = [self._values.get(start) for _, start in pairs]
+        at, step = self._values.get(header[2]), self._values.get(header[3])
+        for _ in range(_OUTER_ROUNDS if _holds_loop(op) else _ROUNDS):
+            self._values[header[1]] = at
+            for (name, _start), value in zip(pairs, carried):
+                self._values[name] = value
+            carried = self.run(op.regions[0])
+            at = at + step if isinstance(at, int) and isinstance(step, int) else None
+        self._set(op, carried)
+
+    def _region(self, op: _Op) -> None:
+        """A branch, or something else with regions: each of them once."""
+        if not op.text.startswith("scf.if"):
+            for region in op.regions:
+                self.run(region)
+            self._set(op, [])
+            return
+        condition = self._operands(op.text)[0]
+        taken = self._assumed if condition is None else bool(condition)
+        if taken or len(op.regions) > 1:
+            self._set(op, self.run(op.regions[0 if taken else 1]))
+
+    def _step(self, op: _Op) -> None:
+        name = op.text.split(" ", 1)[0]
+        operands = self._operands(op.text)
+        if name == "ttg.local_alloc":
+            self._allocated += 1
+            self._set(op, [_Slot(self._allocated, None)])
+        elif name == "ttg.memdesc_index":
+            base, at = operands[0], operands[1] if len(operands) > 1 else None
+            self._set(op, [base._replace(at=at) if isinstance(base, _Slot) else None])
+        elif name.startswith("ttg.memdesc_"):
+            self._set(op, operands[:1])
+        elif name in _WRITES:
+            target = next((value for value in operands[_WRITES[name] :] if isinstance(value, _Slot)), None)
+            if any(target in product.reads for product in self._under_way):
+                self.found.add(op.line)
+        elif name == "ttng.warp_group_dot":
+            if "isAsync = true" in op.text:
+                self._begin(operands[:2], None)
+        elif name == "ttng.warp_group_dot_wait":
+            pending = _PENDINGS.search(op.text)
+            assert pending, op.text
+            self._under_way = self._under_way[max(0, len(self._under_way) - int(pending[1])) :]
+            self._set(op, operands)
+        elif name.startswith("ttng.tc_gen5_mma"):
+            barrier = next((value for value in operands[3:] if isinstance(value, _Slot)), None)
+            if "is_async" in op.text:
+                self._begin(operands[:2], barrier)
+        elif name == "ttng.wait_barrier":
+            self._end(operands[0])
+        else:
+            self._set(op, [_arithmetic(op.text, name, operands)])
+
+    def _begin(self, operands: list[Any], barrier: _Slot | None) -> None:
+        self._under_way.append(_Product(tuple(slot for slot in operands if isinstance(slot, _Slot)), barrier))
+
+    def _end(self, barrier: Any) -> None:
+        """Products end in the order in which they began: the oldest that signals here, and all before it."""
+        for i, product in enumerate(self._under_way):
+            if product.barrier is not None and product.barrier == barrier:
+                self._under_way = self._under_way[i + 1 :]
+                return
+
+
+def _holds_loop(op: _Op) -> bool:
+    return any(inner.text.startswith("scf.for") or _holds_loop(inner) for region in op.regions for inner in region)
+
+
+_INTEGERS: dict[str, Callable[[int, int], int]] = {
+    "arith.addi": operator.add,
+    "arith.subi": operator.sub,
+    "arith.muli": operator.mul,
+    "arith.andi": operator.and_,
+    "arith.ori": operator.or_,
+    "arith.xori": operator.xor,
+    "arith.divsi": operator.floordiv,
+    "arith.remsi": operator.mod,
+    "arith.minsi": min,
+    "arith.maxsi": max,
+}
+_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    **{f"{sign}{name}": getattr(operator, name) for sign in "su" for name in ("lt", "le", "gt", "ge")},
+}
+
+
+def _arithmetic(text: str, name: str, operands: list[Any]) -> Any:
+    """What an operation on known numbers gives; None where it is another, or one of them is not known."""
+    constant = _INTEGER.match(text)
+    if constant:
+        return constant[1] == "true" if constant[1].isalpha() else int(constant[1])
+    if name == "arith.select":
+        condition, yes, no = operands
+        return None if condition is None else yes if condition else no
+    if name in ("arith.extui", "arith.extsi", "arith.trunci"):
+        return operands[0]
+    if len(operands) != 2 or not all(isinstance(value, int) for value in operands):
+        return None
+    if name == "arith.cmpi":
+        return _COMPARISONS[text.split()[1].rstrip(",")](*operands)
+    if name in ("arith.divsi", "arith.remsi") and operands[1] == 0:
+        return None
+    return _INTEGERS[name](*operands) if name in _INTEGERS else None
