@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from ..runtime import device, tuning
+from ..runtime import device, fences, tuning
 from ..runtime.chips import Chip, described
 from . import tuned
 from .gemm import Gemm, GemmConfig
@@ -21,13 +21,16 @@ forced: tuning.Forced[GemmConfig] = tuning.Forced()  # of every GEMM
 
 def pick_config(arch: str, gemm: Gemm) -> GemmConfig:
     """The configuration for ``gemm`` on ``arch``."""
-    config = forced.config or _pick(arch, gemm)
+    fenced = fences.fenced(arch)
+    config = forced.config or _pick(arch, gemm, fenced)
+    if forced.config is not None and not fenced and tuned.needs_fence(arch, gemm, config):
+        raise ValueError(fences.refusal(f"a product in tiles of {config}"))
     assert config.split_k == 1 or _may_split(gemm), "chained or remote products are not split"
     return config
 
 
 @functools.lru_cache(4096)
-def _pick(arch: str, gemm: Gemm) -> GemmConfig:
+def _pick(arch: str, gemm: Gemm, fenced: bool) -> GemmConfig:
     """Blocks are the largest whose accumulators, epilogue and pipeline fit the chip without a spill."""
     if arch == device.INTERPRETER:
         config = GemmConfig(32, 32, 32, 4, 2, use_tma=gemm.aligned)
@@ -40,7 +43,7 @@ def _pick(arch: str, gemm: Gemm) -> GemmConfig:
         return measured
     chip = described(arch)
     if gemm.dtype == torch.float32:
-        return _fp32(chip, gemm)
+        return _fp32(chip, gemm, fenced)
     if chip.asynchronous:
         return _hopper(chip, gemm)
     return _through_pointers(chip, gemm)
@@ -49,15 +52,19 @@ def _pick(arch: str, gemm: Gemm) -> GemmConfig:
 tuning.also_forget.append(_pick.cache_clear)
 
 
-def _fp32(chip: Chip, gemm: Gemm) -> GemmConfig:
+def _fp32(chip: Chip, gemm: Gemm, fenced: bool) -> GemmConfig:
     crowded = gemm.combine == "gated" or gemm.reads > 0  # more than one tile of fp32 in registers
     if gemm.precision == "ieee":  # no tensor cores: plain FMAs
         narrow = crowded or "preact" in gemm.epilogue or (chip.spills_early and "row_sum" in gemm.epilogue)
         return GemmConfig(64, 32 if narrow else 64, 16, 8, 2, use_tma=False)
+    if chip.asynchronous and not gemm.aligned and not fenced:  # elements of 4 bytes are copied ahead, TMA or not
+        return GemmConfig(32, 32 if crowded else 128, 32, 4, 2, use_tma=False)
     if chip.asynchronous:
         width = 64 if crowded else 128
         return GemmConfig(128, width, 32, 8, 3 if chip.matrix == "wgmma" else 2, use_tma=gemm.aligned)
-    return GemmConfig(64, 32 if crowded else 128, 32, 4, 2, use_tma=False)
+    if not gemm.aligned and chip.spills_early and "row_sum" in gemm.epilogue:
+        crowded = True
+    return GemmConfig(64, 32 if crowded else 128 if gemm.aligned else 64, 32, 4, 2, use_tma=False)
 
 
 def _hopper(chip: Chip, gemm: Gemm) -> GemmConfig:

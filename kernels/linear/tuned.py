@@ -48,7 +48,7 @@ def fits(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
         return False
     if config.use_tma and not (gemm.aligned and described(arch).asynchronous):
         return False
-    if not config.use_tma and _asynchronous(arch, gemm, config) and not fences.fenced(arch):
+    if needs_fence(arch, gemm, config) and not fences.fenced(arch):
         return False
     blocks = (config.block_m, config.block_n, config.block_k, config.num_warps)
     if min(blocks[:3]) < 16 or any(size & (size - 1) for size in blocks):  # tl.dot's and tl.arange's own limits
@@ -57,6 +57,11 @@ def fits(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
     products = 2 if gemm.combine == "gated" else 1
     accumulators = products * config.block_m * config.block_n / (config.num_warps * chip.warp_size)
     return accumulators <= _ACCUMULATORS and shared_bytes(arch, gemm, config) <= chip.shared_per_block
+
+
+def needs_fence(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
+    """Whether products may read what cp.async copied (``runtime/fences.py``), which it does for 4 bytes and more."""
+    return not config.use_tma and _asynchronous(arch, gemm, config)
 
 
 def shared_bytes(arch: str, gemm: Gemm, config: GemmConfig) -> int:
@@ -77,7 +82,8 @@ def shared_bytes(arch: str, gemm: Gemm, config: GemmConfig) -> int:
         return pipeline
     by_tma = config.use_tma and "accumulate" not in gemm.epilogue
     width = config.block_n // 2 if config.epilogue_subtile else config.block_n
-    return pipeline + (1 + gemm.reads * by_tma) * config.block_m * width * gemm.out_dtype.itemsize
+    itemsize = gemm.out_dtype.itemsize if config.use_tma else min(gemm.out_dtype.itemsize, 2)  # fp32 takes no more
+    return pipeline + (1 + gemm.reads * by_tma) * config.block_m * width * itemsize
 
 
 def _asynchronous(arch: str, gemm: Gemm, config: GemmConfig) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardfuse.kernels.dev import pipelines, registry
+from shardfuse.kernels.linear import config as gemms
 from shardfuse.kernels.linear import tuned as gemm_tables
 from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
 from shardfuse.kernels.paged_attention import config as tiles
@@ -166,6 +167,21 @@ def test_without_fences_tables_may_not_choose_products_through_pointers():
             assert gemm_tables.fits(arch, gemm_, config)
     with fences.assumed(False):
         assert gemm_tables.fits("sm_90", gemm, GemmConfig(128, 128, 64, 8, 3, use_tma=True))
+
+
+def test_without_fences_tf32_through_pointers_has_small_tiles():
+    """Elements of 16 bits in unaligned rows are not copied ahead; those of 32 bits are."""
+    for layout in "nt", "nn", "tn":
+        gemm = Gemm(layout, 512, 512, 512, torch.float32, torch.float32, precision="tf32", aligned=False)
+        with fences.assumed(True):
+            assert gemms.pick_config("sm_90", gemm).block_m == 128
+        with fences.assumed(False):
+            assert gemms.pick_config("sm_90", gemm).block_m == 32
+            with (
+                gemms.forced(GemmConfig(128, 128, 32, 8, 3, use_tma=False)),
+                pytest.raises(ValueError, match=r"a product in tiles of 128x128x32-w8-s3 would be .*#9610"),
+            ):
+                gemms.pick_config("sm_90", gemm)
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.10.0", "4.0.0"])

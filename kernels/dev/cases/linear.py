@@ -73,6 +73,7 @@ _BUILDS = (
     _case(4096, 4096, 4096, BF16, "identity", "codegen", weights=3),
     _case(4096, 4096, 14336, BF16, "identity", "codegen", weights=2, bias=False),
     _case(4096, 4095, 4095, BF16, "gelu_tanh", "codegen"),
+    _case(4096, 4095, 4096, FP32, "identity", "codegen", tf32=True),  # copied ahead without TMA
     _case(4096, 4096, 4095, BF16, "identity", "codegen"),  # a vocabulary of odd size: only the result is unaligned
     _case(4096, 4096, 4096, BF16, "gelu_erf", "codegen", residual=True),
     _case(4096, 4095, 4095, BF16, "gelu_erf", "codegen", residual=True),
