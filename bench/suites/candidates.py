@@ -239,7 +239,7 @@ def cases(settings: Settings) -> list[Case]:
     dtype = torch.bfloat16 if settings.cuda else torch.float32
     found: list[Case] = [Product(Problem(_size(each, settings), dtype), config) for each, config in GEMMS]
     found.append(Product(Problem(_size(UP, settings), torch.float32)))
-    arch = device.architecture(torch.device(settings.device))
+    arch = device.architecture(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     found += [
         Attention(_step(each, settings), config)
         for each, config in ATTENTION

@@ -26,6 +26,7 @@ from typing import Any
 KEY_FILE = "shardfuse.key"  # in an entry: its key but for what names Triton, if the compiling process noted it
 _GROUP = "__grp__"
 _BINARIES = {".cubin", ".hsaco"}
+_PROBE = "_probe_kernel"  # of runtime/fences_triton.py: every machine looks at what it compiles itself
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def complete(entry: Path) -> bool:
 
 def kernels_in(cache: Path) -> set[str]:
     """The names of the entries that are compiled kernels."""
-    return {path.parent.name for path in cache.glob(f"*/{_GROUP}*.json")}
+    return {path.parent.name for path in cache.glob(f"*/{_GROUP}*.json") if path.stem != f"{_GROUP}{_PROBE}"}
 
 
 def pack(

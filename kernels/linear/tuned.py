@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..runtime import fences
+from ..runtime import device, fences
 from ..runtime.chips import described
 from ..runtime.dtypes import short_name
 from .gemm import Gemm, GemmConfig
@@ -46,13 +46,16 @@ def fits(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
         return False
     if config.split_k > 1 and (gemm.combine == "chained" or gemm.remote):
         return False
-    if config.use_tma and not (gemm.aligned and described(arch).asynchronous):
+    interpreted = arch == device.INTERPRETER
+    if config.use_tma and not (gemm.aligned and (interpreted or described(arch).asynchronous)):
         return False
     if needs_fence(arch, gemm, config) and not fences.fenced(arch):
         return False
     blocks = (config.block_m, config.block_n, config.block_k, config.num_warps)
     if min(blocks[:3]) < 16 or any(size & (size - 1) for size in blocks):  # tl.dot's and tl.arange's own limits
         return False
+    if interpreted:
+        return True
     chip = described(arch)
     products = 2 if gemm.combine == "gated" else 1
     accumulators = products * config.block_m * config.block_n / (config.num_warps * chip.warp_size)

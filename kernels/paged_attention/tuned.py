@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime import fences
+from ..runtime import device, fences
 from ..runtime.chips import described
 from ..runtime.dtypes import CACHE_NAMES
 
@@ -45,6 +45,8 @@ def fits(problem: Problem, config: AttentionConfig) -> bool:
     sizes = (config.block_m, config.block_n, config.num_warps)
     if config.quantum or any(size & (size - 1) for size in sizes):
         return False
+    if problem.arch == device.INTERPRETER:
+        return True
     if min(sizes[:2]) < 16:  # tl.dot's own limit
         return False
     if not problem.fenced and fences.asynchronous(problem.arch, config.block_m, config.num_warps):
