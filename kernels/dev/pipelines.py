@@ -101,6 +101,11 @@ class _Slot(NamedTuple):
     at: int | None
 
 
+def _overlap(one: _Slot | None, other: _Slot) -> bool:
+    """A slot that is not known may be any."""
+    return one is not None and one.buffer == other.buffer and (one.at == other.at or None in (one.at, other.at))
+
+
 class _Product(NamedTuple):
     reads: tuple[_Slot, ...]
     barrier: _Slot | None  # that its end is signalled on (tcgen05); None: it is waited for by count (wgmma)
@@ -181,7 +186,7 @@ class _Walk:
             self._set(op, operands[:1])
         elif name in _WRITES:
             target = next((value for value in operands[_WRITES[name] :] if isinstance(value, _Slot)), None)
-            if any(target in product.reads for product in self._under_way):
+            if any(_overlap(target, read) for product in self._under_way for read in product.reads):
                 self.found.add(op.line)
         elif name == "ttng.warp_group_dot":
             if "isAsync = true" in op.text:
@@ -224,8 +229,12 @@ _INTEGERS: dict[str, Callable[[int, int], int]] = {
     "arith.xori": operator.xor,
     "arith.divsi": operator.floordiv,
     "arith.remsi": operator.mod,
+    "arith.divui": operator.floordiv,
+    "arith.remui": operator.mod,
     "arith.minsi": min,
     "arith.maxsi": max,
+    "arith.minui": min,
+    "arith.maxui": max,
 }
 _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "eq": operator.eq,
@@ -248,6 +257,6 @@ def _arithmetic(text: str, name: str, operands: list[Any]) -> Any:
         return None
     if name == "arith.cmpi":
         return _COMPARISONS[text.split()[1].rstrip(",")](*operands)
-    if name in ("arith.divsi", "arith.remsi") and operands[1] == 0:
+    if name in ("arith.divsi", "arith.remsi", "arith.divui", "arith.remui") and operands[1] == 0:
         return None
     return _INTEGERS[name](*operands) if name in _INTEGERS else None

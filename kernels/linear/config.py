@@ -21,10 +21,11 @@ forced: tuning.Forced[GemmConfig] = tuning.Forced()  # of every GEMM
 
 def pick_config(arch: str, gemm: Gemm) -> GemmConfig:
     """The configuration for ``gemm`` on ``arch``."""
-    fenced = fences.fenced(arch)
-    config = forced.config or _pick(arch, gemm, fenced)
-    if forced.config is not None and not fenced and tuned.needs_fence(arch, gemm, config):
-        raise ValueError(fences.refusal(f"a product in tiles of {config}"))
+    config = forced.config or _pick(arch, gemm, True)
+    if tuned.needs_fence(arch, gemm, config) and not fences.fenced(arch):  # asked only where it matters
+        if forced.config is not None:
+            raise ValueError(fences.refusal(f"a product in tiles of {config}"))
+        config = _pick(arch, gemm, False)
     assert config.split_k == 1 or _may_split(gemm), "chained or remote products are not split"
     return config
 
@@ -45,7 +46,7 @@ def _pick(arch: str, gemm: Gemm, fenced: bool) -> GemmConfig:
     if gemm.dtype == torch.float32:
         return _fp32(chip, gemm, fenced)
     if chip.asynchronous:
-        return _hopper(chip, gemm)
+        return _hopper(chip, gemm, fenced)
     return _through_pointers(chip, gemm)
 
 
@@ -57,7 +58,7 @@ def _fp32(chip: Chip, gemm: Gemm, fenced: bool) -> GemmConfig:
     if gemm.precision == "ieee":  # no tensor cores: plain FMAs
         narrow = crowded or "preact" in gemm.epilogue or (chip.spills_early and "row_sum" in gemm.epilogue)
         return GemmConfig(64, 32 if narrow else 64, 16, 8, 2, use_tma=False)
-    if chip.asynchronous and not gemm.aligned and not fenced:  # elements of 4 bytes are copied ahead, TMA or not
+    if chip.asynchronous and not gemm.aligned and not fenced:
         return GemmConfig(32, 32 if crowded else 128, 32, 4, 2, use_tma=False)
     if chip.asynchronous:
         width = 64 if crowded else 128
@@ -67,11 +68,13 @@ def _fp32(chip: Chip, gemm: Gemm, fenced: bool) -> GemmConfig:
     return GemmConfig(64, 32 if crowded else 128 if gemm.aligned else 64, 32, 4, 2, use_tma=False)
 
 
-def _hopper(chip: Chip, gemm: Gemm) -> GemmConfig:
+def _hopper(chip: Chip, gemm: Gemm, fenced: bool) -> GemmConfig:
     """16-bit and fp8 operands on chips with TMA."""
     line = 128 // gemm.dtype.itemsize  # elements of a swizzled row of shared memory
     if not gemm.aligned:
         crowded = gemm.combine == "gated" or gemm.reads > 0
+        if not fenced:  # rows of an aligned pitch that TMA does not take, as of a transposed view, are copied ahead
+            return GemmConfig(32, 32 if crowded else 64, line, 4, 3, use_tma=False)
         return GemmConfig(128, 32 if crowded else 64, line, 8, 3, use_tma=False)
     if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
         # Weights stream through once: the blocks hold as many bytes in flight as fit, and all multiprocessors pull.

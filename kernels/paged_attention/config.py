@@ -199,13 +199,15 @@ def _most_rows(problem: Problem) -> int:
 
 
 def _within(problem: Problem, tile: AttentionConfig, programs: int = 1) -> AttentionConfig:
-    """``tile`` with as many keys as let so many programs fit a multiprocessor of the chip; ``per_sm`` follows."""
+    """``tile`` with as many keys, then rows, as let so many programs fit a multiprocessor; ``per_sm`` follows."""
     chip = described(problem.arch)
     while tile.block_n > 16:
         used = tuned.shared_bytes(problem, tile)
         if used <= chip.shared_per_block and programs * (used + chip.shared_reserved) <= chip.shared_per_sm:
             break
         tile = dataclasses.replace(tile, block_n=tile.block_n // 2)
+    while tuned.shared_bytes(problem, tile) > chip.shared_per_block:
+        tile = dataclasses.replace(tile, block_m=tile.block_m // 2)
     fit = chip.shared_per_sm // (tuned.shared_bytes(problem, tile) + chip.shared_reserved)
     return dataclasses.replace(tile, per_sm=max(1, min(tile.per_sm, fit)))
 

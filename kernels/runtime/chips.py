@@ -76,9 +76,10 @@ def _round_up(value: int, step: int) -> int:
 
 @functools.cache
 def described(arch: str) -> Chip:
-    """The entry of CHIPS that a chip is configured by: its own, or one that can do no more than it can.
+    """The entry of CHIPS whose limits a chip is configured by: its own, or that of one whose blocks hold no more.
 
-    That is the nearest below it of the same generation; "sm_86", which has the least, for a generation nobody listed.
+    That is the nearest below it of the same generation; "sm_86", whose blocks hold the least, for a generation that
+    nobody listed. Of AMD's chips gfx942 stands for all.
     """
     if arch in CHIPS:
         return CHIPS[arch]

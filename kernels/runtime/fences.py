@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from . import dispatch
+from . import dispatch, tuning
 from .chips import multiplies_asynchronously
 
 _FIRST_WITH_FENCES = (3, 7)
@@ -43,8 +43,8 @@ def unfenced(ptx: str) -> int:
 def fenced(arch: str) -> bool:
     """Whether asynchronous products on ``arch`` may read what cp.async copied; True where it has no such products.
 
-    Looks at what the compiler makes of a small product, once a process; Triton keeps what it compiled. A process that
-    interprets its kernels cannot compile: there the compiler's version decides.
+    Looks at what the compiler makes of a small product, once a process; Triton keeps what it compiled. Where that shows
+    nothing, or a process interprets its kernels and so cannot compile, the compiler's version decides.
     """
     if _assumed is not None:
         return _assumed or not multiplies_asynchronously(arch)
@@ -54,14 +54,25 @@ def fenced(arch: str) -> bool:
 @functools.cache
 def _compiles_with_fences(arch: str) -> bool:
     version = dispatch.triton_version()
-    if version is None or dispatch.interpreting():
-        return version is None or tuple(map(int, re.findall(r"\d+", version)[:2])) >= _FIRST_WITH_FENCES
-    from . import fences_triton
+    if version is None:
+        return True
+    ptx = "" if dispatch.interpreting() else _probed(arch)
+    copies, product = "cp.async.wait_group" in ptx, re.search(r"wgmma\.mma_async|tcgen05\.mma", ptx)
+    if copies and product:
+        return unfenced(ptx) == 0
+    return tuple(map(int, re.findall(r"\d+", version)[:2])) >= _FIRST_WITH_FENCES
 
-    ptx = fences_triton.compile_probe(arch)
-    if "cp.async" not in ptx:
-        raise RuntimeError(f"Triton {version} no longer copies asynchronously for {arch}: this probe shows nothing")
-    return unfenced(ptx) == 0
+
+def _probed(arch: str) -> str:
+    """The PTX of the probe, or nothing where it is not to be had: what fails here fails again at a kernel, and says so
+    there.
+    """
+    try:
+        from . import fences_triton
+
+        return fences_triton.compile_probe(arch)
+    except Exception:
+        return ""
 
 
 def refusal(what: str) -> str:
@@ -78,7 +89,14 @@ def assumed(value: bool) -> Iterator[None]:
     """Within the block :func:`fenced` says ``value`` of chips with such products: for builds of another Triton."""
     global _assumed
     outer, _assumed = _assumed, value
+    _forget()
     try:
         yield
     finally:
         _assumed = outer
+        _forget()
+
+
+def _forget() -> None:
+    for clear in tuning.also_forget:
+        clear()

@@ -34,4 +34,5 @@ def compile_probe(arch: str) -> str:
         attrs=aligned,
     )
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    return str(triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3}).asm["ptx"])
+    compiled = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3})
+    return str(compiled.asm["ptx"])  # KeyError where Triton keeps machine code alone (TRITON_STORE_BINARY_ONLY)

@@ -167,8 +167,8 @@ def _small_tiles(index: int) -> str:
     if dispatch.triton_version() is None or fences.fenced(device.architecture(torch.device("cuda", index))):
         return ""
     return (
-        f"; Triton {dispatch.triton_version()} leaves out fences that asynchronous products need: attention runs in "
-        "tiles of 32 rows (3.7 has them)"
+        f"; Triton {dispatch.triton_version()} leaves out fences that asynchronous products need: attention, and "
+        "products whose operands TMA does not take, run in tiles of 32 rows (3.7 has them)"
     )
 
 
