@@ -206,7 +206,7 @@ def _within(problem: Problem, tile: AttentionConfig, programs: int = 1) -> Atten
         if used <= chip.shared_per_block and programs * (used + chip.shared_reserved) <= chip.shared_per_sm:
             break
         tile = dataclasses.replace(tile, block_n=tile.block_n // 2)
-    while tuned.shared_bytes(problem, tile) > chip.shared_per_block:
+    while tile.block_m > 16 and tuned.shared_bytes(problem, tile) > chip.shared_per_block:
         tile = dataclasses.replace(tile, block_m=tile.block_m // 2)
     fit = chip.shared_per_sm // (tuned.shared_bytes(problem, tile) + chip.shared_reserved)
     return dataclasses.replace(tile, per_sm=max(1, min(tile.per_sm, fit)))

@@ -32,6 +32,8 @@ SMALLER = {"sm_86", "sm_89", "sm_120"}
 # and may spill a few where those just did not: a hundredth of the instructions.
 RECORDED = {path.stem.removeprefix("triton-") for path in codegen_report.FOLDER.glob("triton-*.json")}
 FEW_SPILLS = 8, 100  # this many in any case, and one for so many instructions
+# Without both of them, what fences.py has compiled would show nothing.
+PROBED = ["cp.async.wait_group", "wgmma.mma_async"]
 MOST_BUILDS = 200  # compiled by the installed Triton here
 
 
@@ -217,7 +219,8 @@ def samples() -> dict[str, tuple[Report, list[str]]]:
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     named = json.loads(done.stdout)
-    del named["fenced"]
+    assert named.pop("fenced")["sm_90"] is fences.fenced("sm_90")  # what is compiled, and what the version says
+    assert named.pop("probed") == PROBED
     return {name: (Report(**report), found) for name, (report, found) in named.items()}
 
 
@@ -270,6 +273,7 @@ def test_the_lowest_triton_is_not_given_what_it_leaves_unfenced():
     assert report["unfenced"] > 0
     assert any("without fence.proxy.async" in problem for problem in problems_found)
     assert found["fenced"] == {"sm_80": True, "sm_90": False}
+    assert found["probed"] == PROBED
 
 
 @pytest.mark.codegen

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -88,6 +91,7 @@ def _tcgen05(buffers: int, waits: str) -> str:
         (_wgmma(2, asynchronous="false"), 0),
         (_wgmma(2, copy=_CP_ASYNC), 1),
         (_wgmma(3, copy=_CP_ASYNC), 0),
+        (_wgmma(3).replace("%there = arith.remsi %next", "%there = arith.unknown %next"), 1),  # it may be any slot
         (_tcgen05(3, "%before"), 0),
         (_tcgen05(2, "%before"), 1),
         (_tcgen05(2, "%done"), 0),
@@ -184,6 +188,42 @@ def test_without_fences_tf32_through_pointers_has_small_tiles():
                 gemms.pick_config("sm_90", gemm)
 
 
+def test_without_fences_rows_that_tma_does_not_take_have_small_tiles():
+    """A transposed or expanded view has an aligned pitch: it is copied ahead."""
+    gemm = Gemm("nt", 512, 512, 512, BF16, BF16, aligned=False)
+    with fences.assumed(True):
+        assert gemms.pick_config("sm_90", gemm).block_m == 128
+    with fences.assumed(False):
+        config = gemms.pick_config("sm_90", gemm)
+        assert (config.block_m, gemm_tables.fits("sm_90", gemm, config)) == (32, True)
+        with gemms.forced(config):
+            assert gemms.pick_config("sm_90", gemm) == config
+
+
+def test_only_a_product_that_needs_the_fence_asks_for_it(monkeypatch):
+    def fail(arch: str) -> bool:
+        raise AssertionError("a compiler ran")
+
+    monkeypatch.setattr(fences, "_compiles_with_fences", fail)
+    assert gemms.pick_config("sm_90", Gemm("nt", 512, 512, 512, BF16, BF16)).use_tma
+    with pytest.raises(AssertionError, match="a compiler ran"):
+        gemms.pick_config("sm_90", Gemm("nt", 512, 512, 512, BF16, BF16, aligned=False))
+
+
+@pytest.mark.parametrize("ptx", ["", "wgmma.mma_async", "cp.async.wait_group 0;", None])
+def test_a_probe_that_shows_nothing_leaves_it_to_the_version(monkeypatch, ptx):
+    def probe(arch: str) -> str:
+        if ptx is None:
+            raise KeyError("ptx")
+        return ptx
+
+    monkeypatch.setitem(sys.modules, f"{fences.__package__}.fences_triton", SimpleNamespace(compile_probe=probe))
+    monkeypatch.setattr(dispatch, "interpreting", lambda: False)
+    for version, expected in (("3.6.0", False), ("3.7.1", True)):
+        monkeypatch.setattr(dispatch, "triton_version", lambda version=version: version)
+        assert fences._compiles_with_fences.__wrapped__("sm_90") is expected
+
+
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.10.0", "4.0.0"])
 def test_a_process_that_interprets_goes_by_the_version(monkeypatch, version):
     monkeypatch.setattr(dispatch, "triton_version", lambda: version)
@@ -210,18 +250,28 @@ def test_a_chip_that_nobody_listed_takes_the_nearest_that_can_do_no_more(arch, n
     assert multiplies_asynchronously(arch) is (name in ("sm_90", "sm_100"))
 
 
-@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("arch", [arch for arch in CHIPS if arch.startswith("sm_")])  # AMD's go through registers
 def test_every_tile_of_attention_fits_a_block_of_the_chip(arch):
     """By arithmetic; that it is right says the record of what was compiled (test_codegen.py)."""
+    fp16, fp32 = torch.float16, torch.float32
     for head, cache, options in (
         (128, BF16, {}), (256, BF16, {}), (256, torch.float8_e4m3fn, {}), (256, BF16, {"tree": True}),
-        (192, BF16, {"v_size": 128}), (64, BF16, {"invariant": True}), (256, BF16, {"invariant": True}),
-        (256, torch.float32, {"q_dtype": torch.float32}),
+        (192, BF16, {"v_size": 128}), (256, fp16, {}), (256, fp16, {"invariant": True}),
+        (64, BF16, {"invariant": True}), (256, BF16, {"invariant": True}), (256, fp32, {"q_dtype": fp32}),
     ):  # fmt: skip
         problem = PREFILL._replace(arch=arch, head_size=head, **{"v_size": head, "kv_dtype": cache, **options})
         for each in tiles.tile_classes(problem._replace(min_rows=None)):
             used = tile_tables.shared_bytes(problem, each.config)
             assert used <= CHIPS[arch].shared_per_block, (problem, each.config)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_heads_that_fit_no_block_get_the_smallest_tile(dtype):
+    """Triton says then what does not fit."""
+    problem = PREFILL._replace(arch="sm_86", head_size=4096, v_size=4096, q_dtype=dtype, kv_dtype=dtype)
+    found = [each.config for each in tiles.tile_classes(problem)]
+    assert {(config.block_m, config.block_n) for config in found} == {(16, 16)}
+    assert all(config.per_sm == 1 for config in found)
 
 
 def test_the_chips_are_what_builds_are_made_for():

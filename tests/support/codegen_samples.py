@@ -1,6 +1,6 @@
 """Kernels with deliberate faults: as a program, it compiles each and prints {name: [report, problems]} as JSON, and
-under "fenced" what ``fences.py`` finds of this Triton. Arguments name the samples to compile; without any, those that
-are the same under every Triton.
+under "fenced" what ``fences.py`` finds of this Triton, under "probed" what its probe is compiled to. Arguments name the
+samples to compile; without any, those that are right under this Triton.
 
 It is a separate program because the tests' process interprets its kernels and so cannot compile any.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from shardfuse.kernels.dev import codegen, registry
 from shardfuse.kernels.dev.registry import Build
-from shardfuse.kernels.runtime import fences
+from shardfuse.kernels.runtime import fences, fences_triton
 
 
 @triton.jit
@@ -95,7 +95,9 @@ FENCED = {"prefill", "prefill-waits"}  # right under a Triton that puts fences w
 
 if __name__ == "__main__":
     fenced = {arch: fences.fenced(arch) for arch in ("sm_80", "sm_90")}
+    ptx = fences_triton.compile_probe("sm_90")
+    probed = [name for name in ("cp.async.wait_group", "wgmma.mma_async") if name in ptx]
     asked = sys.argv[1:] or [build.config for build in BUILDS if fenced["sm_90"] or build.config not in FENCED]
     reports = [codegen.compile_build(build) for build in BUILDS if build.config in asked]
     found = {report.config: [dataclasses.asdict(report), codegen.problems(report)] for report in reports}
-    print(json.dumps({"fenced": fenced, **found}))
+    print(json.dumps({"fenced": fenced, "probed": probed, **found}))
