@@ -104,9 +104,10 @@ def faults_of(request: Mapping[str, Any]) -> list[str]:
     """Compile what :meth:`Call.request` asks for, in this process; returns what keeps it from being used."""
     case = next(case for case in registry.op(NAME).cases if case.name == request["case"])
     with tiles.forced(AttentionConfig(**request["config"])):
-        builds = paged_builds.collect(request["arch"], [_bounded(case)])
+        builds = {each.config: each for each in paged_builds.collect(request["arch"], [_bounded(case)])}
     # One that does without some unit of the chip may still be the fastest.
-    return workload.problems_of(dataclasses.replace(each, wants_wgmma=False, wants_copies=False) for each in builds)
+    kept = (dataclasses.replace(each, wants_wgmma=False, wants_copies=False) for each in builds.values())
+    return workload.problems_of(kept)
 
 
 def _bounded(case: Case) -> Case:

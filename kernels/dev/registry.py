@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,8 +112,8 @@ class OpSpec:
     make_inputs: Callable[[Case, torch.device, int], dict[str, Any]]
     # (inputs, case, impl) -> outputs and gradients by name. The reference in fp64 is run(double inputs, "reference").
     run: Callable[[dict[str, Any], Case, str], dict[str, torch.Tensor]]
-    # target -> the builds that its configuration function returns over the cases tagged "codegen".
-    builds: Callable[[str], list[Build]] = lambda target: []
+    # target -> what the cases tagged "codegen" launch there, as builds; the same kernel as often as it is launched.
+    launched: Callable[[str], Iterable[Build]] = lambda target: []
     sources: tuple[str, ...] = ()  # files (relative to kernels/) whose change makes a measured result stale
     # case -> the length of the longest sum behind any number of the results, for ``accuracy.judge``.
     terms: Callable[[Case], int] = _largest_size
@@ -131,6 +131,13 @@ class OpSpec:
         """``accuracy.judge`` of the output ``name`` with what the op says of it; ``more`` goes there too."""
         verdict = judge(name, out, low, oracle, **{"terms": self.terms(case), **self.sums(case, name), **more})
         return replace(verdict, budget=max(verdict.budget, self.allowed(case, out.device)))
+
+    def builds(self, target: str) -> list[Build]:
+        """What the cases tagged "codegen" launch on ``target``, each kernel once."""
+        found: dict[str, Build] = {}
+        for build in self.launched(target):
+            found.setdefault(build.config, build)
+        return list(found.values())
 
     def tagged(self, tag: str) -> list[Case]:
         return [case for case in self.cases if tag in case.tags]

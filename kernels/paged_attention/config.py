@@ -132,6 +132,8 @@ def _tile(problem: Problem, rows: int) -> AttentionConfig:
     chip = described(problem.arch)
     wide = _wide(problem)
     loaded = _loaded(problem)
+    if wide and tuned.mixed(problem):
+        return _widest(problem, rows)
     if chip.matrix == "mfma":  # 64 KiB of shared memory
         if loaded and rows > 32:
             return AttentionConfig(64, 32, 4, 2)
@@ -182,6 +184,8 @@ def _invariant(problem: Problem) -> AttentionConfig:
         return AttentionConfig(16, 16, 4, 1, _INTERPRETED)
     if problem.q_dtype == torch.float32:
         return dataclasses.replace(_fp32(problem), quantum=QUANTUM)
+    if _wide(problem) and tuned.mixed(problem):
+        return dataclasses.replace(_widest(problem, 32), quantum=QUANTUM)
     chip = described(problem.arch)
     if chip.matrix == "mfma":
         return AttentionConfig(64, 32, 4, 2, QUANTUM)
@@ -191,6 +195,15 @@ def _invariant(problem: Problem) -> AttentionConfig:
         return _within(problem, AttentionConfig(rows, 32, 8, _STAGES, QUANTUM))
     tile = AttentionConfig(min(64, rows), 32, 8 if chip.matrix == "mma" else 4, _STAGES, QUANTUM)
     return _within(problem, tile)
+
+
+def _widest(problem: Problem, rows: int) -> AttentionConfig:
+    """Wide heads, multiplied in fp32's format: products of 32 rows where a block holds them, or of 16."""
+    if described(problem.arch).matrix == "mfma":
+        return AttentionConfig(min(rows, 32), 32, 4, 2)
+    tile = AttentionConfig(min(rows, 32), 32, 8, _STAGES, per_sm=1)
+    fits = tuned.shared_bytes(problem, tile) <= described(problem.arch).shared_per_block
+    return tile if fits else dataclasses.replace(tile, block_m=16)
 
 
 def _most_rows(problem: Problem) -> int:

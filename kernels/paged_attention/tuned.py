@@ -65,12 +65,15 @@ def shared_bytes(problem: Problem, config: AttentionConfig) -> int:
     asynchronous = fences.asynchronous(problem.arch, config.block_m, config.num_warps)
     stages = max(0, config.num_stages - (2 if asynchronous else 3))
     keys = stages * config.block_n * (head + width) * problem.kv_dtype.itemsize
-    # fp16 with bf16 is multiplied in fp32's format, which holds both.
-    mixed = problem.kv_dtype.itemsize == 2 and problem.kv_dtype != problem.q_dtype
-    itemsize = 4 if mixed else problem.q_dtype.itemsize
+    itemsize = 4 if mixed(problem) else problem.q_dtype.itemsize
     # Synchronous products get the scores in another layout than they come in, through shared memory.
     scores = _OTHER + (0 if asynchronous else config.block_m * config.block_n * itemsize)
     return keys + config.block_m * head * itemsize + scores
+
+
+def mixed(problem: Problem) -> bool:
+    """Whether both are 16-bit formats, and others: they are multiplied in fp32's, which holds both."""
+    return problem.kv_dtype.itemsize == 2 == problem.q_dtype.itemsize and problem.kv_dtype != problem.q_dtype
 
 
 def _padded(problem: Problem) -> tuple[int, int]:

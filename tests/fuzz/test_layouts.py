@@ -77,8 +77,12 @@ def _case(draw: Random) -> dict[str, Any]:
 
 
 def _reason(message: str) -> str:
-    """A refusal's message without its numbers, which may be those of a rank's own batch, and without its rank."""
-    return re.sub(r"\d+", "N", re.sub(r"^rank \d+: ", "", message))
+    """A refusal's message without its rank and its numbers, which may be those of a rank's own batch.
+
+    A share of the data without sequences is refused for the micro-batch that would be made of none.
+    """
+    said = re.sub(r"\d+", "N", re.sub(r"^rank \d+: ", "", message))
+    return re.sub(r"tokens of a (micro-)?batch to divide by N ranks: .*", "tokens to divide by N ranks", said)
 
 
 def _body(rank: int, world: int, case: dict[str, Any]) -> tuple[str, Any]:

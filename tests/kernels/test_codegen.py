@@ -122,6 +122,34 @@ def test_the_record_is_whole(where):
     assert done.returncode == 0, f"run `make codegen` and commit what it writes:\n{done.stdout}{done.stderr}"
 
 
+TWO_OF_A_NAME = """
+import dataclasses
+from shardfuse.kernels.dev import codegen, registry
+
+spec = registry.op("dropout")
+build = spec.builds("sm_90")[0]
+odd = {name: value + 1 if isinstance(value, int) and value > 16 else value for name, value in build.args.items()}
+for changes in ({}, {"num_warps": 2 * build.num_warps}, {"args": odd}):
+    launched = [build, dataclasses.replace(build, **changes)]
+    registry.op = lambda name: dataclasses.replace(spec, launched=lambda target: launched)
+    try:
+        print(len(codegen._builds_by_config.__wrapped__("dropout", "sm_90")))
+    except ValueError as error:
+        print(error)
+"""
+
+
+@needs_triton
+def test_builds_that_differ_have_names_of_their_own():
+    """The second of a name would be compiled nowhere. Not in this process, which interprets its kernels."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", TWO_OF_A_NAME], env=env, capture_output=True, text=True, check=True)
+    same, *different = done.stdout.splitlines()
+    assert same == "1"
+    assert len(different) == 2, done.stdout
+    assert all("has two different builds called" in line and "name them apart" in line for line in different)
+
+
 @needs_triton
 def test_a_record_with_other_columns_is_stale(monkeypatch, tmp_path):
     record = {"triton": "1.2.3", "columns": ["source_hash", "registers"], "builds": {"op sm_90 c": ["0" * 16, 40]}}

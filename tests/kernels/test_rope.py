@@ -402,10 +402,9 @@ def test_refuses_in_place(impl):
 
 
 @pytest.mark.parametrize("target", registry.TARGETS)
-def test_builds_are_named_apart(target):
-    builds = cases.builds(target)
-    names = [build.config for build in builds]
-    assert len(names) == len(set(names)) <= 8
+def test_builds_are_few_and_of_every_kind(target):
+    builds = cases.SPEC.builds(target)
+    assert len(builds) <= 8
     assert {build.args["CONJUGATE"] for build in builds} == {build.args["INTERLEAVED"] for build in builds}
     assert any(build.args["BLOCK_TQ"] > 1 for build in builds)
     assert any(build.args["BLOCK_TQ"] == 1 for build in builds)

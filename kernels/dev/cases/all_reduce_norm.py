@@ -132,7 +132,7 @@ def _launch(case: Case, arch: str, device_counted: bool) -> None:
     reduce.all_reduce_rmsnorm(make(T, D), [slot] * R, signals, norm=norm, shots=options["shots"], **more)
 
 
-def _builds(target: str) -> Iterator[Build]:
+def _launched(target: str) -> Iterator[Build]:
     """The exchanges of decoding as graphs capture them, the others as the host counts them."""
     for case in SPEC.tagged("codegen"):
         options, gather = case.options, case.options["gather"]
@@ -153,7 +153,7 @@ SPEC = OpSpec(
     cases=CASES,
     make_inputs=make_inputs,
     run=_run,
-    builds=lambda target: list(_builds(target)),
+    launched=_launched,
     sources=(
         *(f"comm/reduce{part}.py" for part in ("", "_triton", "_config", "_op", "_reference")),
         *("norm/triton.py", "norm/reference.py", "runtime/signals.py", "runtime/signals_triton.py"),

@@ -14,6 +14,7 @@ every product that is sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -131,13 +132,13 @@ def _gather_launch(case: Case) -> None:
         launch.linear_act_fwd(x, weights, biases, None, activation, True, remote)
 
 
-def _gather_builds(target: str) -> list[Build]:
+def _gather_launched(target: str) -> Iterator[Build]:
     """The products, and the wait where no product of this rank's waits."""
-    products = collect("all_gather_linear", target, GATHER.tagged("codegen"), _gather_launch)
+    yield from collect("all_gather_linear", target, GATHER.tagged("codegen"), _gather_launch)
     with device.capture(target) as launches:
         transport.wait_for_rows(_meta_signals(_RANKS), pieces=4)
     (wait,) = launches
-    return [*products, Build("all_gather_linear", "wait", target, wait.fn, wait.args, wait.num_warps, wait.num_stages)]
+    yield Build("all_gather_linear", "wait", target, wait.fn, wait.args, wait.num_warps, wait.num_stages)
 
 
 _COMMON = (
@@ -156,7 +157,7 @@ GATHER: OpSpec = OpSpec(
     cases=_GATHERED,
     make_inputs=_gather_inputs,
     run=_gather_run,
-    builds=_gather_builds,
+    launched=_gather_launched,
     sources=_COMMON,
 )
 
@@ -235,7 +236,7 @@ REDUCE_SCATTER: OpSpec = OpSpec(
     cases=(*_REDUCED, *_SENT),
     make_inputs=_reduce_inputs,
     run=lambda inputs, case, impl: _reduce_run(inputs, case, impl, gather=False),
-    builds=lambda target: collect("linear_reduce_scatter", target, REDUCE_SCATTER.tagged("codegen"), _send_launch),
+    launched=lambda target: collect("linear_reduce_scatter", target, REDUCE_SCATTER.tagged("codegen"), _send_launch),
     sources=(*_COMMON, *REDUCE_SPECS[0].sources),
 )
 ALL_REDUCE: OpSpec = OpSpec(
@@ -244,7 +245,7 @@ ALL_REDUCE: OpSpec = OpSpec(
     cases=_REDUCED,
     make_inputs=_reduce_inputs,
     run=lambda inputs, case, impl: _reduce_run(inputs, case, impl, gather=True),
-    builds=lambda target: [],  # the product is linear_reduce_scatter's, what follows all_reduce_rmsnorm's
+    launched=lambda target: [],  # the product is linear_reduce_scatter's, what follows all_reduce_rmsnorm's
     sources=REDUCE_SCATTER.sources,
 )
 

@@ -6,6 +6,7 @@ chunk (0: chosen), and which pass forms the gradients: "once", with the loss, or
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -99,11 +100,10 @@ def run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor
     return {"losses": losses.detach().to(rows.dtype)} | found
 
 
-def _builds(target: str) -> list[Build]:
+def _launched(target: str) -> Iterator[Build]:
     """What one chunk launches beside the products: those are the GEMM of ``kernels/linear``, compiled there."""
     from ...cross_entropy import launch
 
-    found: dict[str, Build] = {}
     for case in SPEC.tagged("codegen"):
         T, D, V = (case.sizes[letter] for letter in "TDV")
         loss, again = loss_of(case), case.options["way"] == "again"
@@ -118,10 +118,7 @@ def _builds(target: str) -> list[Build]:
             else:
                 launch.gradient_(logits, targets, None, None, loss, gain)
                 launch.gradient_(logits, targets, stats, None, loss, gain)  # where other ranks have the other words
-        for item in launches:
-            build = _build(item, target)
-            found.setdefault(build.config, build)
-    return list(found.values())
+        yield from (_build(item, target) for item in launches)
 
 
 def _build(item: device.Launch, target: str) -> Build:
@@ -141,7 +138,7 @@ SPEC = OpSpec(
     cases=CASES,
     make_inputs=make_inputs,
     run=run,
-    builds=_builds,
+    launched=_launched,
     sources=(
         *(f"cross_entropy/{name}.py" for name in ("triton", "launch", "schemas", "chunks", "op", "reference")),
         *SOURCES,  # of the products

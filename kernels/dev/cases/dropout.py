@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,11 +61,9 @@ def run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor
     return {"y": y.detach()} | dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), inputs["dy"])))
 
 
-def builds(target: str) -> list[Build]:
-    """Every launch of the cases tagged "codegen"."""
+def _launched(target: str) -> Iterator[Build]:
     from ...dropout import launch
 
-    found: dict[str, Build] = {}
     for case in SPEC.tagged("codegen"):
         x = torch.empty(case.sizes["R"], case.sizes["C"], dtype=case.dtype, device="meta")
         residual = torch.empty_like(x) if case.options["residual"] else None
@@ -73,8 +72,7 @@ def builds(target: str) -> list[Build]:
             launch.dropout(x, residual, rng_key, case.options["p"], 0, 0, 0)
         for item in launches:
             config = f"{item.config}-{NAMES[case.dtype]}" + ("-residual" if case.options["residual"] else "")
-            found[config] = Build("dropout", config, target, item.fn, item.args, item.num_warps, item.num_stages)
-    return list(found.values())
+            yield Build("dropout", config, target, item.fn, item.args, item.num_warps, item.num_stages)
 
 
 SPEC = OpSpec(
@@ -83,7 +81,7 @@ SPEC = OpSpec(
     cases=CASES,
     make_inputs=make_inputs,
     run=run,
-    builds=builds,
+    launched=_launched,
     sources=(
         *(f"dropout/{name}.py" for name in ("triton", "launch", "schemas", "op", "reference")),
         "runtime/autograd.py",

@@ -8,6 +8,7 @@ fills whole pages, which lie in any order. Slots that nobody writes to hold NaN.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -224,11 +225,9 @@ def _doubled(cache: Any) -> Any:
     return torch.full(cache.shape, float("nan"), dtype=torch.float64, device=cache.device)
 
 
-def _builds(spec: OpSpec, target: str) -> list[Build]:
-    """Every launch that the cases tagged "codegen" make on ``target``, each kernel once."""
+def _launched(spec: OpSpec, target: str) -> Iterator[Build]:
     from ...kv_cache import launch
 
-    found: dict[str, Build] = {}
     for case in spec.tagged("codegen"):
         T, N, K, H, V, P, B = (case.sizes[letter] for letter in "TNKHVPB")
         on = torch.device("meta")
@@ -252,9 +251,7 @@ def _builds(spec: OpSpec, target: str) -> list[Build]:
             else:
                 launch.write_kv_(k_cache, v_cache, k, v, slots, scale, scale)
         (item,) = launches
-        build = _build(spec.name, item, target, f"{item.config}-{case.name}")
-        found.setdefault(build.config, build)
-    return list(found.values())
+        yield _build(spec.name, item, target, f"{item.config}-{case.name}")
 
 
 def _build(op: str, item: device.Launch, target: str, config: str) -> Build:
@@ -330,18 +327,15 @@ def _run_copy(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.
     return {"cache": inputs["cache"].double()}
 
 
-def _copy_builds(target: str) -> list[Build]:
+def _copies_launched(target: str) -> Iterator[Build]:
     from ...kv_cache import launch
 
-    found: dict[str, Build] = {}
     for case in COPY_BLOCKS.tagged("codegen"):
         pairs = torch.empty(case.sizes["pairs"], 2, dtype=torch.int64, device="meta")
         with device.capture(target) as launches:
             launch.copy_blocks_([_laid_out(case, torch.device("meta"))], pairs, case.options["block_dim"])
         (item,) = launches
-        build = _build("copy_blocks", item, target, f"{item.config}-{case.name}")
-        found.setdefault(build.config, build)
-    return list(found.values())
+        yield _build("copy_blocks", item, target, f"{item.config}-{case.name}")
 
 
 _SOURCES = (
@@ -355,7 +349,7 @@ WRITE_KV: OpSpec = OpSpec(
     make_inputs=make_inputs,
     run=run,
     mutates=("kv_cache", "k_scale", "v_scale"),
-    builds=lambda target: _builds(WRITE_KV, target),
+    launched=lambda target: _launched(WRITE_KV, target),
     sources=_SOURCES,
     terms=lambda case: 1,
 )
@@ -366,7 +360,7 @@ NORM_ROPE_WRITE_KV: OpSpec = OpSpec(
     make_inputs=make_inputs,
     run=run,
     mutates=("kv_cache", "k_scale", "v_scale"),
-    builds=lambda target: _builds(NORM_ROPE_WRITE_KV, target),
+    launched=lambda target: _launched(NORM_ROPE_WRITE_KV, target),
     sources=(*_SOURCES, "norm/reference.py", "rope/reference.py"),
     terms=lambda case: case.sizes["H"],
 )
@@ -377,7 +371,7 @@ COPY_BLOCKS = OpSpec(
     make_inputs=_make_copy_inputs,
     run=_run_copy,
     mutates=("cache",),
-    builds=_copy_builds,
+    launched=_copies_launched,
     sources=_SOURCES,
     terms=lambda case: 1,
 )

@@ -165,7 +165,7 @@ SPEC: OpSpec = OpSpec(
     cases=CASES,
     make_inputs=make_inputs,
     run=run,
-    builds=lambda target: collect(
+    launched=lambda target: collect(
         "linear_act",
         target,
         SPEC.tagged("codegen"),

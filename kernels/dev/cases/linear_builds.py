@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,29 +22,21 @@ def collect(
     launch: Callable[[Case], None],
     projections: Iterable[Projection] = (),
     launch_projection: Callable[[Projection], None] | None = None,
-) -> list[Build]:
-    """Every launch that ``launch(case)`` makes on ``target``, on tensors of the ``meta`` device, each kernel once.
+) -> Iterator[Build]:
+    """Every launch that ``launch(case)`` makes on ``target``, on tensors of the ``meta`` device.
 
     Then, at the sizes of the models in ``shapes.py``, those of ``launch_projection``: no configuration that
     ``pick_config`` returns for them goes uncompiled.
     """
-    found: dict[str, Build] = {}
-
-    def keep(launches: list[device.Launch]) -> None:
-        for item in launches:
-            build = build_of(op, item, target)
-            found.setdefault(build.config, build)
-
     for case in cases:
         with device.capture(target, tf32=case.options.get("tf32", False)) as launches:
             launch(case)
-        keep(launches)
+        yield from (build_of(op, item, target) for item in launches)
     for projection in projections:
         assert launch_projection is not None
         with device.capture(target) as launches:
             launch_projection(projection)
-        keep(launches)
-    return list(found.values())
+        yield from (build_of(op, item, target) for item in launches)
 
 
 def build_of(op: str, item: device.Launch, target: str) -> Build:
@@ -62,8 +54,12 @@ def build_of(op: str, item: device.Launch, target: str) -> Build:
     if gemm is None:  # an elementwise pass, or the sum of a split product
         name = item.fn.__name__.removeprefix("_").removesuffix("_kernel")
         stored = args["target_ptrs"][0]
-        dtype = NAMES[(stored[0] if isinstance(stored, tuple) else stored).dtype]
-        return Build(config="-".join([name, str(item.config), dtype, *steps, *_operands(args)]), **common)
+        label = [name, str(item.config), NAMES[(stored[0] if isinstance(stored, tuple) else stored).dtype]]
+        products = len(args.get("partial_ptrs", ()))
+        label += [f"of{products}"] if products > 1 else []
+        label += ["wgrad"] if args.get("Ms") is not None else []
+        label += steps + _operands(args) + _odd(F=[args["F"]] if "F" in args else [])
+        return Build(config="-".join(label), **common)
     tile = item.config
     label = [_KINDS[gemm.layout], f"{tile.block_m}x{tile.block_n}x{tile.block_k}-w{tile.num_warps}-s{tile.num_stages}"]
     label += ["tma"] if tile.use_tma else []
@@ -72,8 +68,7 @@ def build_of(op: str, item: device.Launch, target: str) -> Build:
     label += [f"to_{NAMES[gemm.out_dtype]}"] if gemm.out_dtype != gemm.dtype else []
     label += [f"{gemm.combine}{gemm.pairs}"] if gemm.pairs > 1 else []
     label += [f"gather{args['PIECES']}"] if gemm.remote == "gather" else []
-    label += steps + _operands(args)
-    label += ["odd"] if any(size % 16 for size in (*args["Ns"], *(args["Ms"] or args["Ks"]))) else []
+    label += steps + _operands(args) + _odd(M=args["Ms"], N=args["Ns"], K=args["Ks"])
     exempt = _why_not_tensor_units(gemm, tile) if target == "sm_90" else None
     return Build(
         config="-".join(label),
@@ -85,6 +80,12 @@ def build_of(op: str, item: device.Launch, target: str) -> Build:
         gemm=gemm,
         tile=tile,
     )
+
+
+def _odd(**sizes: Sequence[int] | None) -> list[str]:
+    """Which sizes are not multiples of 16, so that rows that long begin at any element."""
+    found = [name.lower() for name, each in sizes.items() if any(size % 16 for size in each or ())]
+    return ["odd_" + "".join(found)] if found else []
 
 
 def _operands(args: dict[str, Any]) -> list[str]:

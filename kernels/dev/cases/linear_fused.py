@@ -152,7 +152,7 @@ GATED: OpSpec = OpSpec(
     cases=_GATED,
     make_inputs=_gated_inputs,
     run=_gated_run,
-    builds=lambda target: collect(
+    launched=lambda target: collect(
         "gated_linear",
         target,
         GATED.tagged("codegen"),
@@ -224,7 +224,7 @@ DGRAD_ACT: OpSpec = OpSpec(
     cases=_DGRAD_ACT,
     make_inputs=_dgrad_act_inputs,
     run=_dgrad_act_run,
-    builds=lambda target: collect(
+    launched=lambda target: collect(
         "dgrad_act",
         target,
         DGRAD_ACT.tagged("codegen"),
@@ -287,7 +287,7 @@ DGRAD_GATED: OpSpec = OpSpec(
     cases=_DGRAD_GATED,
     make_inputs=_dgrad_gated_inputs,
     run=_dgrad_gated_run,
-    builds=lambda target: collect(
+    launched=lambda target: collect(
         "dgrad_gated",
         target,
         DGRAD_GATED.tagged("codegen"),
@@ -357,7 +357,7 @@ WGRAD_ACCUMULATE: OpSpec = OpSpec(
     cases=_WGRAD,
     make_inputs=_wgrad_inputs,
     run=_wgrad_run,
-    builds=lambda target: collect(
+    launched=lambda target: collect(
         "wgrad_accumulate",
         target,
         WGRAD_ACCUMULATE.tagged("codegen"),

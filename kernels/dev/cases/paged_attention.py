@@ -8,6 +8,7 @@ so do the padding rows of q; table entries past a sequence's end name no block.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -108,6 +109,8 @@ CASES = (
     _built("gemma-bf16", BF16, (16, 8, 256), 16, window=4096, softcap=50.0),
     _built("gemma-full-bf16", BF16, (16, 8, 256), 16),
     _built("gemma-invariant-bf16", BF16, (16, 8, 256), 16, window=4096, softcap=50.0, invariant=True),
+    _built("gemma-mixed-fp16", FP16, (16, 8, 256), 16, window=4096, softcap=50.0, cache=BF16),
+    _built("gemma-mixed-invariant-fp16", FP16, (16, 8, 256), 16, cache=BF16, invariant=True),
     _built("bloom-bf16", BF16, (32, 32, 128), 16, alibi=True),
     _built("falcon-bf16", BF16, (71, 1, 64), 16),
     _built("phi-h80-fp16", FP16, (32, 32, 80), 16),
@@ -245,8 +248,7 @@ def run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor
     return {"out": out, "lse": lse.masked_fill(lse == float("-inf"), -1.0)}
 
 
-def builds(target: str) -> list[Build]:
-    """Every launch that the cases tagged ``codegen`` make on ``target``, each kernel once."""
+def _launched(target: str) -> Iterator[Build]:
     from .paged_builds import collect
 
     return collect(target, [case for case in CASES if "codegen" in case.tags])
@@ -258,7 +260,7 @@ SPEC = OpSpec(
     cases=CASES,
     make_inputs=make_inputs,
     run=run,
-    builds=builds,
+    launched=_launched,
     sources=(
         *(f"paged_attention/{name}.py" for name in ("triton", "scores_triton", "widen_triton", "plan_triton")),
         *(f"paged_attention/{name}.py" for name in ("plan", "config", "launch", "op")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from ...runtime.dtypes import CACHE_NAMES
 from ..registry import Build, Case
 
 
-def collect(target: str, cases: Iterable[Case]) -> list[Build]:
-    """Every launch that the cases make on ``target``, each kernel once."""
+def collect(target: str, cases: Iterable[Case]) -> Iterator[Build]:
+    """Every launch that the cases make on ``target``."""
     from ...paged_attention import launch
 
-    found: dict[str, Build] = {}
     for case in cases:
         bound = max(case.options["queries"]) if case.options.get("host") else None
         with device.capture(target) as launches:
@@ -25,10 +24,7 @@ def collect(target: str, cases: Iterable[Case]) -> list[Build]:
             launch.paged_attention_fwd(
                 tensors, mods, bool(case.options.get("invariant")), Bounds(max_query_len=bound), plan=None, plan_key=0
             )
-        for item in launches:
-            build = _build(item, target, case)
-            found.setdefault(build.config, build)
-    return list(found.values())
+        yield from (_build(item, target, case) for item in launches)
 
 
 def call(case: Case) -> tuple[Any, AttentionOptions]:
@@ -94,7 +90,12 @@ def _features(args: dict[str, Any], case: Case) -> list[str]:
     if "q_ptr" not in args:
         found = [f"g{args['GROUP']}"]
         if "V_SIZE" in args:
-            found += [f"h{args['V_SIZE']}", CACHE_NAMES[case.dtype], f"scales{args['V_SCALES']}"]
+            found += [
+                f"rows{args['PART_ROWS']}",
+                f"h{args['V_SIZE']}",
+                CACHE_NAMES[case.dtype],
+                f"scales{args['V_SCALES']}",
+            ]
             return found + (["sinks"] if args["sinks_ptr"] is not None else [])
         masks = {"window": args["window"] is not None, "prefix": args["prefix_lens_ptr"] is not None}
         masks |= {"tree": args["TREE"], "quanta": args["QUANTA"]}
@@ -105,6 +106,7 @@ def _features(args: dict[str, Any], case: Case) -> list[str]:
     cache = case.options.get("cache") or case.dtype
     if cache != case.dtype:
         found.append("over-" + CACHE_NAMES[cache])
+    found += [f"rows{args['PART_ROWS']}"] if args["PART_ROWS"] != args["BLOCK_M"] else []
     flags = {
         "scaled": args["K_SCALES"] == 1,
         "token_scaled": args["K_SCALES"] == 2,

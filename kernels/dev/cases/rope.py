@@ -6,6 +6,7 @@ elements, of which P are rotated; with tables for every token or, where there ar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -110,11 +111,10 @@ def run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor
     return found | {f"d{name}": grad for name, grad in zip(leaves, grads)}
 
 
-def builds(target: str) -> list[Build]:
-    """Every launch that the cases tagged "codegen" make on ``target``, with their backward, each kernel once."""
+def _launched(target: str) -> Iterator[Build]:
+    """Every launch of the cases tagged "codegen", with their backward."""
     from ...rope import launch
 
-    found: dict[str, Build] = {}
     for case in SPEC.tagged("codegen"):
         B, S, N, K, H, P = (case.sizes[letter] for letter in "BSNKHP")
         q, k = (torch.empty(B, S, n, H, dtype=case.dtype, device="meta") for n in (N, K))
@@ -126,10 +126,7 @@ def builds(target: str) -> list[Build]:
                 # Backward differs in a sign.
                 for conjugate in (False, True) if case is _BENCH[0] else (False,):
                     launch.apply_rope(q, k, table, table, case.options["interleaved"], conjugate)
-        for item in launches:
-            build = _build(item, target, case)
-            found.setdefault(build.config, build)
-    return list(found.values())
+        yield from (_build(item, target, case) for item in launches)
 
 
 def _build(item: device.Launch, target: str, case: Case) -> Build:
@@ -159,7 +156,7 @@ SPEC = OpSpec(
     cases=CASES,
     make_inputs=make_inputs,
     run=run,
-    builds=builds,
+    launched=_launched,
     sources=(
         *(f"rope/{name}.py" for name in ("triton", "launch", "config", "schemas", "op", "reference")),
         *("runtime/device.py", "runtime/dispatch.py", "runtime/autograd.py"),

@@ -8,6 +8,7 @@ A case is T tokens, D inputs, F outputs and a ``kind``: "product", ``scaled_line
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -121,18 +122,14 @@ def _launch(case: Case) -> None:
         launch.scaled_linear(fp8(F, T, E5M2), fp8(D, T, E4M3), scale(F), scale(D), None, "identity", case.dtype)
 
 
-def _collect(target: str) -> list[Build]:
+def _launched(target: str) -> Iterator[Build]:
     """Every launch of the cases tagged "codegen"; none on chips without these formats."""
     if not converts_e4m3(target):
-        return []
-    found: dict[str, Build] = {}
+        return
     for case in SPEC.tagged("codegen"):
         with device.capture(target) as launches:
             _launch(case)
-        for item in launches:
-            build = _build(item, target)
-            found.setdefault(build.config, build)
-    return list(found.values())
+        yield from (_build(item, target) for item in launches)
 
 
 def _build(item: device.Launch, target: str) -> Build:
@@ -173,7 +170,7 @@ SPEC = OpSpec(
     cases=CASES,
     make_inputs=make_inputs,
     run=run,
-    builds=_collect,
+    launched=_launched,
     allowed=lambda case, device: tensor_core_error(max(case.sizes.values()), device),
     sources=(
         *(f"scaled_linear/{name}.py" for name in ("triton", "launch", "schemas", "op", "reference")),
