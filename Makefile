@@ -8,6 +8,8 @@ DRY ?=
 SEED ?=
 SECONDS ?=
 CASE ?=
+OP ?=
+ARCH ?=
 COMMIT ?=
 DIRTY ?=
 TARGETS ?=
@@ -334,6 +336,11 @@ codegen: $(SIDE)/.installed  ## compile the kernel configurations that changed, 
 
 codegen-all: EVERYTHING = --everything $(TARGETS)
 codegen-all: codegen  ## compile all of them, whatever the record holds (TARGETS=sm_90)
+
+.PHONY: emulate
+emulate: $(SIDE)/.installed  ## run compiled kernels on this CPU: test cases by OP=, CASE=, ARCH=sm_90 (docs/gpu.md)
+	@$(BIN)/python -m shardfuse.kernels.dev.ptx $(if $(OP),--op '$(OP)') $(if $(CASE),--case '$(CASE)') \
+	  $(if $(ARCH),--arch '$(ARCH)') $(ARGS)
 
 # --- documents ---------------------------------------------------------------------------------------------------------
 

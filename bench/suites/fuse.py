@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...kernels.dev import stub_cuda
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.runtime import dispatch
 from ...layers.fuse import fuse
@@ -111,9 +112,7 @@ def _host_row(call: str, seconds: float) -> Measurement:
 def _host_times(seconds: float) -> dict[str, Any]:
     """What ``stub_driver.py --time`` prints, in a process of its own: it replaces Triton's driver."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = ("-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1")
-        stub, library = str(_STUB / "stub_cuda.c"), f"{folder}/libcuda.so.1"
-        subprocess.run(["gcc", *flags, "-o", library, stub], check=True)  # noqa: S603, S607 - our own source
+        stub_cuda.build(Path(folder))
         unwanted = ("TRITON_INTERPRET", "SHARDFUSE_POISON", "SHARDFUSE_IMPL")
         environment = {name: value for name, value in os.environ.items() if name not in unwanted}
         command = [sys.executable, str(_STUB / "stub_driver.py"), folder, "--time", str(seconds)]

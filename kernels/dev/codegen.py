@@ -318,7 +318,12 @@ def _fingerprint(build: Build) -> tuple[Any, ...]:
 
     constants = {param.name for param in build.fn.params if param.is_constexpr}
     args = [(name, value if name in constants else mark(value)) for name, value in build.args.items()]
-    return build.fn, build.num_warps, build.num_stages, *args
+    return (
+        id(build.fn),
+        build.num_warps,
+        build.num_stages,
+        *args,
+    )  # a kernel's hash would be its key, computed too early
 
 
 def compile_with_progress(

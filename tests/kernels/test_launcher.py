@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardfuse.kernels.dev import carried, codegen, registry
+from shardfuse.kernels.dev import carried, codegen, registry, stub_cuda
 from shardfuse.kernels.runtime.dispatch import triton_version
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -47,9 +47,7 @@ pytestmark = [
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the stub of CUDA's driver."""
     folder = tmp_path_factory.mktemp("stub")
-    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1"]
-    source, library = SUPPORT / "stub_cuda.c", folder / "libcuda.so.1"
-    subprocess.run(["gcc", *flags, "-o", str(library), str(source)], check=True)
+    stub_cuda.build(folder)
     return folder
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfuse.kernels.comm import transport
+from shardfuse.kernels.dev import stub_cuda
 from shardfuse.kernels.runtime import copies
 from shardfuse.kernels.runtime.dispatch import triton_version
 from shardfuse.kernels.runtime.signals import Signals, in_one_process, raise_flags, rows_of
@@ -194,9 +195,7 @@ def test_the_default_stream_takes_no_batch(log: list[tuple[str, Any]], stream: i
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
     """The stub of CUDA's driver, which makes copies."""
-    library = tmp_path / "libcuda.so.1"
-    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror"]
-    subprocess.run(["gcc", *flags, "-o", str(library), str(SUPPORT / "stub_cuda.c")], check=True)
+    library = stub_cuda.build(tmp_path)
     monkeypatch.setattr(copies, "_LIBRARY", str(library))
     copies._batch.cache_clear()
     yield ctypes.CDLL(str(library))

@@ -1,5 +1,6 @@
-/* A CUDA driver that runs no kernel: it answers what Triton asks of libcuda.so.1 and keeps the arguments of the last
-   launch. Copies it makes. Pointers of the host pass for pointers of a device. The numbers are an H100's. */
+/* A CUDA driver that runs no kernel: it answers what Triton asks of libcuda.so.1, keeps the arguments of the last launch
+   and hands each launch to stub_emulate, if that is set. Copies it makes. Pointers of the host pass for pointers of a
+   device. The numbers are an H100's. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -17,6 +18,8 @@ struct Config {
 int stub_launches = 0, stub_expected = 0; /* the second: the number of the next launch's arguments, set by the test */
 unsigned stub_grid[3], stub_threads, stub_shared;
 uint64_t stub_arguments[MOST];
+/* Gets what was loaded as the kernel's module. */
+void (*stub_emulate)(const struct Config *config, const char *image, void **arguments) = NULL;
 
 Result cuLaunchKernelEx(const struct Config *config, void *function, void **arguments, void **extra) {
   if (function == NULL || extra != NULL || stub_expected > MOST) return 1;
@@ -25,6 +28,7 @@ Result cuLaunchKernelEx(const struct Config *config, void *function, void **argu
   stub_threads = config->block[0];
   stub_shared = config->shared;
   for (int i = 0; i < stub_expected; i++) memcpy(&stub_arguments[i], arguments[i], BYTES);
+  if (stub_emulate != NULL) stub_emulate(config, function, arguments);
   return 0;
 }
 
@@ -82,8 +86,12 @@ Result cuFuncGetAttribute(int *value, int attribute, void *function) { *value = 
 Result cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
 Result cuFuncSetCacheConfig(void *function, int config) { return 0; }
 Result cuGetErrorString(Result error, const char **text) { *text = "refused by the stub"; return 0; }
-Result cuModuleGetFunction(void **function, void *module, const char *name) { return some(function); }
-Result cuModuleLoadData(void **module, const void *image) { return some(module); }
+Result cuModuleGetFunction(void **function, void *module, const char *name) { *function = module; return 0; }
+Result cuModuleLoadData(void **module, const void *image) {
+  if (stub_emulate == NULL) return some(module);
+  *module = strdup(image); /* text, kept for the life of the process */
+  return *module == NULL;
+}
 Result cuModuleUnload(void *module) { return 0; }
 Result cuOccupancyMaxActiveClusters(int *clusters, void *function, const void *config) { *clusters = 1; return 0; }
 Result cuTensorMapEncodeIm2col(void) { return 0; }

@@ -1,0 +1,105 @@
+"""Emulate the test cases of ops, and judge their results.
+
+python -m shardfuse.kernels.dev.ptx --op rms_norm --arch sm_90
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+
+from .. import registry
+from ..registry import Case, OpSpec
+from . import driver
+
+_ENDS = {"exact": 0, "up": 1, "down": -1}
+
+
+def main() -> int:
+    options = _options()
+    specs = [registry.op(options.op)] if options.op else list(registry.ops().values())
+    found = [(spec, case) for spec in specs for case in spec.tagged("test") if options.case in case.name]
+    part, parts = map(int, options.part.split("/"))
+    if not found:
+        print(f"no test case of {options.op or 'any op'} has {options.case!r} in its name", file=sys.stderr)
+        return 2
+    driver.install(options.arch, options.slots)
+    driver.approximation = _ENDS[options.approximate]
+    if options.remove:
+        instruction = re.compile(rf"^[ \t]*(@!?%\w+[ \t]+)?{re.escape(options.remove)}[^;]*;", re.M)
+        driver.mutate = lambda text: instruction.sub("", text)
+    torch.set_num_threads(1)
+    wrong = 0
+    for spec, case in found[part - 1 :: parts]:
+        answer = emulate(spec, case)
+        wrong += not answer["ok"]
+        print(json.dumps(answer) if options.json else _line(answer), flush=True)
+    return bool(wrong)
+
+
+def emulate(spec: OpSpec, case: Case) -> dict[str, Any]:
+    """How a case went: ``ok``, ``why`` not, the largest error as a share of its budget, and every report."""
+    answer: dict[str, Any] = {"op": spec.name, "case": case.name, "ok": False, "why": "", "share": 0.0, "reports": []}
+    driver.log.clear()
+    begun = time.perf_counter()
+    cpu = torch.device("cpu")
+    try:
+        outputs = spec.run(spec.make_inputs(case, cpu, 1), case, "triton")
+    except Exception as error:
+        return answer | {"why": f"{type(error).__name__}: {error}"}
+    answer["seconds"] = round(time.perf_counter() - begun, 2)
+    low = spec.run(spec.make_inputs(case, cpu, 1), case, "reference")
+    oracle = spec.run(registry.to_double(spec.make_inputs(case, cpu, 1)), case, "reference")
+    verdicts = [spec.judge(case, name, out, low[name], oracle[name]) for name, out in outputs.items()]
+    found = Counter(report for result in driver.log for report in result.reports)
+    answer["reports"] = list(found)
+    answer["launches"] = Counter(result.kernel for result in driver.log)
+    answer["instructions"] = sum(result.executed for result in driver.log)
+    answer["emulating"] = round(sum(result.seconds for result in driver.log), 2)
+    answer["share"] = max((v.error / v.budget if v.budget else float(v.error > 0) for v in verdicts), default=0.0)
+    failed = [str(verdict) for verdict in verdicts if not verdict.ok]
+    failed += [] if driver.log or 0 in case.sizes.values() else ["no kernel ran"]
+    faults = [report for report in found if not report.startswith("note: ")]
+    return answer | {"ok": not failed and not faults, "why": "; ".join(failed) or "; ".join(faults[:1])}
+
+
+def _line(answer: dict[str, Any]) -> str:
+    label = f"{answer['op']} {answer['case']}: {'ok' if answer['ok'] else 'WRONG'}"
+    if "launches" not in answer:
+        return f"{label}: {answer['why']}"
+    kernels = ", ".join(f"{count} x {name}" for name, count in answer["launches"].items())
+    lines = [
+        f"{label}: {answer['share']:.2f} of the error allowed; {kernels}; {answer['instructions']} instructions, "
+        f"{answer['seconds']:.1f} s"
+    ]
+    return "\n    ".join([*lines, *([] if answer["ok"] else [answer["why"]]), *answer["reports"]])
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m shardfuse.kernels.dev.ptx", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--op", default="", help="default: every op")
+    parser.add_argument("--case", default="", help="cases whose name holds this")
+    parser.add_argument("--arch", default="sm_90")
+    parser.add_argument(
+        "--slots", type=int, default=3, help="multiprocessors (default: 3, so that programs have several tiles)"
+    )
+    parser.add_argument(
+        "--approximate", choices=list(_ENDS), default="exact", help="results of approximate instructions"
+    )
+    parser.add_argument("--remove", default="", metavar="OPCODE", help="a fault: without the instructions of that name")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="every Nth case from the Ith on")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each case")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

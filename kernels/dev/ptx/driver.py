@@ -1,0 +1,195 @@
+"""Triton's driver over the emulator: what the package launches on CPU tensors runs here, as on a GPU of ``arch``.
+
+Triton's binder, its loader and its C launcher do what they do for a GPU, over the stub of CUDA's driver; compilation
+ends with PTX, which stands for the machine code. Which memory a kernel may touch is known from the launch's tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import stub_cuda
+from ..registry import TARGETS
+from .launch import Result, execute
+from .memory import Allocation
+from .parse import BITS, parse
+from .program import Program
+
+log: list[Result] = []  # of every launch since the last ``log.clear()``
+approximation = 0  # at which end of their error approximate instructions are: -1, 0 (exact), 1
+mutate: Callable[[str], str] = lambda text: text  # PTX before it is run: for seeded faults
+
+_programs: dict[str, Program] = {}
+_memory: list[Allocation] = []  # of the launch under way
+_errors: list[BaseException] = []  # of the launch under way: an exception cannot pass through C
+_TABLES = ("*i64", "*u64")  # pointers to numbers that may be addresses
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint)]
+
+
+@ctypes.CFUNCTYPE(None, ctypes.POINTER(_Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
+def _emulate(config: Any, image: Any, arguments: Any) -> None:
+    """What the stub calls for a launch."""
+    try:
+        program = _program(ctypes.string_at(image).decode())
+        kinds = [kind for kind, _ in program.kernel.params]
+        given = [ctypes.string_at(arguments[i], BITS[kind] // 8) for i, kind in enumerate(kinds)]
+        grid, block = tuple(config.contents.grid), tuple(config.contents.block)
+        if block != (program.kernel.threads, 1, 1):
+            raise RuntimeError(
+                f"{program.kernel.name}: blocks of {block} threads, compiled for {program.kernel.threads}"
+            )
+        parameters = [int.from_bytes(each, "little") for each in given]
+        log.append(execute(program, grid, parameters, _memory, config.contents.shared, approximation))
+    except BaseException as error:
+        _errors.append(error)
+
+
+def install(arch: str, slots: int = 3) -> None:
+    """Run this process's launches on CPU tensors here, as on ``arch`` with ``slots`` multiprocessors.
+
+    Before anything has been launched, and for the life of the process. Raises RuntimeError without a C compiler,
+    ValueError for an ``arch`` that is no NVIDIA target.
+    """
+    backend, number, _ = TARGETS.get(arch, ("", 0, 0))
+    capability = int(number) if backend == "cuda" else 0
+    if not capability:
+        known = ", ".join(name for name, (kind, _, _) in TARGETS.items() if kind == "cuda")
+        raise ValueError(f"arch={arch!r}: PTX is emulated for {known}")
+    folder = tempfile.mkdtemp(prefix="shardfuse-stub-")
+    os.environ["TRITON_LIBCUDA_PATH"] = folder
+    library = stub_cuda.build(Path(folder))
+    stub = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    ctypes.c_void_p.in_dll(stub, "stub_emulate").value = ctypes.cast(_emulate, ctypes.c_void_p).value
+
+    import triton.backends
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver as nvidia
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime import driver
+
+    from ...runtime import device, dispatch
+
+    class Backend(CUDABackend):
+        def hash(self) -> str:
+            """Of Triton's cache: what is kept there is no machine code."""
+            return f"emulated-{self.target.arch}"
+
+        def make_cubin(self, src: str, metadata: Any, opt: Any, capability: int) -> bytes:
+            return src.encode() + b"\0"
+
+    class Driver(nvidia.CudaDriver):
+        def __init__(self) -> None:
+            self.utils, self.launcher_cls = nvidia.CudaUtils(), _launcher(nvidia.CudaLauncher)
+            self.get_current_device = lambda: 0
+            self.get_current_stream = lambda device: 0
+
+        def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+            return divmod(capability, 10)
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", capability, 32)
+
+    known = triton.backends.backends
+    known["nvidia"] = type(known["nvidia"])(Backend, known["nvidia"].driver)
+    driver.set_active(Driver())
+    device.architecture = lambda device: arch
+    device.program_slots = lambda device: slots  # type: ignore[assignment]
+    dispatch._INTERPRETING = True  # CPU tensors reach the kernels
+
+
+def _launcher(base: Any) -> Any:
+    """Triton's launcher, which notes what memory a launch may touch."""
+    import triton
+    from triton.runtime import _allocation
+
+    class Launcher(base):
+        def __init__(self, src: Any, metadata: Any) -> None:
+            super().__init__(src, metadata)
+            self.kinds = list(src.signature.values())
+
+        def __call__(self, *arguments: Any) -> None:
+            # Grid, stream, function and metadata; then the kernel's arguments.
+            given = arguments[len(arguments) - len(self.kinds) :]
+            _memory[:] = _allocations(list(_paired(self.kinds, given)))
+            before = _allocation._allocator.get()
+            triton.set_allocator(_recorded(before))
+            try:
+                super().__call__(*arguments)
+            finally:
+                triton.set_allocator(before)
+            if _errors:
+                raise _errors.pop()
+
+    return Launcher
+
+
+def _program(text: str) -> Program:
+    text = mutate(text)
+    if text not in _programs:
+        _programs[text] = Program(parse(text))
+    return _programs[text]
+
+
+def _paired(kinds: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """The kernel's parameters with their types, without those that are compiled in."""
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, tuple):
+            yield from _paired(kind, value)
+        elif kind != "constexpr":
+            yield kind, value
+
+
+def _allocations(arguments: list[tuple[str, Any]]) -> list[Allocation]:
+    """From the first to the last element of each tensor; with a table of addresses, all storages of the process."""
+    found = [
+        Allocation(*_extent(value), f"argument {number} {tuple(value.shape)}")
+        for number, (kind, value) in enumerate(arguments)
+        if kind.startswith("*") and value is not None
+    ]
+    if any(kind in _TABLES for kind, _ in arguments):
+        whole = _storages()
+        ends = [(each.address, each.address + each.size) for each in whole]
+        apart = [
+            each for each in found if not any(a <= each.address and each.address + each.size <= b for a, b in ends)
+        ]
+        return whole + apart
+    return found
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def _storages() -> list[Allocation]:
+    found = {}
+    for each in gc.get_objects():
+        if type(each) is torch.Tensor and each.device.type == "cpu" and each.layout is torch.strided:
+            storage = each.untyped_storage()
+            if storage.nbytes():
+                name = f"a tensor {tuple(each.shape)}"
+                found[storage.data_ptr()] = Allocation(storage.data_ptr(), storage.nbytes(), name)
+    return list(found.values())
+
+
+def _recorded(allocate: Any) -> Any:
+    """The same allocator of scratch memory; what it returns belongs to the launch."""
+
+    def scratch(size: int, align: int, stream: Any) -> Any:
+        room = allocate(size + align, align, stream)  # the host's memory is not as aligned as a GPU's
+        room = room[-room.data_ptr() % align :]
+        _memory.append(Allocation(room.data_ptr(), size, "scratch"))
+        return room
+
+    return scratch

@@ -1,0 +1,243 @@
+"""Memory of a launch, every access checked as NVIDIA's compute-sanitizer would.
+
+Global memory is the host's own: an access must lie in one allocation and be aligned. Shared memory is divided into
+granules of the narrowest access that the kernel makes. Each has a state, and the clocks of its last writer and of its
+readers. A clock is a vector over the warps of a block, which barriers join (Flanagan and Freund, "FastTrack", 2009):
+two accesses by different warps of which one is a write, and neither known to the other's clock, are a race.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .parse import Kernel
+
+u1, u4, u8 = np.uint8, np.uint32, np.uint64
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+NEVER, WRITTEN, UNDER_WAY = 0, 1, 2  # states of a granule: the last is the target of a copy that nobody waited for
+_MOST_REPORTS = 50
+_POISON = 0xFF  # NaN in every format
+
+Array = Any
+Guard = Any  # which threads take part; None: all
+
+
+class Allocation(NamedTuple):
+    address: int
+    size: int  # bytes
+    name: str
+
+
+class Reports:
+    """Faults, one for each kind and instruction, with how many accesses."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.found: dict[tuple[str, int], list[Any]] = {}
+
+    def add(self, kind: str, where: int, count: int = 1, first: str = "") -> None:
+        if (kind, where) in self.found:
+            self.found[kind, where][0] += count
+        elif len(self.found) < _MOST_REPORTS:
+            self.found[kind, where] = [count, first]
+
+    def lines(self) -> list[str]:
+        """Each with the line of PTX and of Python."""
+        code, lines = self.kernel.code, []
+        for (kind, where), (count, first) in self.found.items():
+            i = code[where]
+            at = f"PTX line {i.line}" + (f", {i.source}" if i.source else "")
+            lines.append(f"{kind}: {self.kernel.name}, {at}, `{i.text[:90]}`: {count}{first and f'; first: {first}'}")
+        return lines
+
+
+class Global:
+    """The allocations of the host that the kernel may touch."""
+
+    def __init__(self, allocations: Iterable[Allocation], reports: Reports) -> None:
+        self.reports = reports
+        self.allocations = sorted(each for each in allocations if each.size)
+        self.starts = np.array([each.address for each in self.allocations], u8)
+        self.ends = np.array([each.address + each.size for each in self.allocations], u8)
+        # One view from the lowest to the highest: only addresses that were checked are looked up in it.
+        self.base = int(self.starts[0]) & ~4095 if self.allocations else 4096
+        size = (int(self.ends.max()) - self.base + 4095) & ~4095 if self.allocations else 0
+        self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.base))
+        self.views = {width: self.bytes[: size // width * width].view(word) for width, word in WORDS.items()}
+
+    def check(self, address: Array, width: int, where: int, what: str) -> Array:
+        """Which of the accesses are in an allocation and aligned."""
+        if not self.allocations:
+            self.reports.add(f"{what} outside every allocation", where, len(address), hex(int(address[0])))
+            return np.zeros(len(address), bool)
+        index = np.searchsorted(self.starts, address, "right") - 1
+        good = (index >= 0) & (address + u8(width) <= self.ends[index])
+        if not good.all():
+            self.reports.add(
+                f"{what} outside every allocation", where, int((~good).sum()), self._near(address[~good][0])
+            )
+        crooked = good & (address % u8(width) != 0)
+        if crooked.any():
+            self.reports.add(f"misaligned {what}", where, int(crooked.sum()), hex(int(address[crooked][0])))
+        return good & ~crooked
+
+    def _near(self, address: Array) -> str:
+        at = int(address)
+        near = min(self.allocations, key=lambda each: min(abs(at - each.address), abs(at - each.address - each.size)))
+        return f"{at:#x} is at {at - near.address} of the {near.size} bytes of {near.name}"
+
+    def index(self, address: Array, width: int) -> Array:
+        """Of checked addresses in the view of that width."""
+        return ((address - u8(self.base)) // u8(width)).astype(np.int64)
+
+    def load(self, address: Array, size: int, count: int, guard: Guard, where: int) -> list[Array]:
+        chosen = self._chosen(address, size * count, guard, where, "read")
+        first = self.index(address[chosen], size)
+        found = []
+        for i in range(count):
+            values = self.views[size][first + i]
+            if len(chosen) < len(address):
+                values, some = np.zeros(len(address), values.dtype), values
+                values[chosen] = some
+            found.append(values)
+        return found
+
+    def store(self, address: Array, size: int, values: list[Array], guard: Guard, where: int) -> None:
+        chosen = self._chosen(address, size * len(values), guard, where, "write")
+        first = self.index(address[chosen], size)
+        for i, each in enumerate(values):
+            self.views[size][first + i] = each[chosen].astype(WORDS[size])
+
+    def _chosen(self, address: Array, width: int, guard: Guard, where: int, what: str) -> Array:
+        chosen = np.arange(len(address)) if guard is None else np.flatnonzero(guard)
+        good = self.check(address[chosen], width, where, what) if len(chosen) else np.ones(0, bool)
+        return chosen if good.all() else chosen[good]
+
+
+class Shared:
+    """The shared memory of some blocks of ``warps`` warps, ``size`` bytes from address ``base`` on in each."""
+
+    def __init__(self, blocks: int, size: int, warps: int, granule: int, base: int, reports: Reports) -> None:
+        self.pitch = (size + base + 1023) // 1024 * 1024  # bytes from a block to the next, those before base included
+        self.base, self.end, self.granule, self.warps = base, base + size, granule, warps
+        self.bytes = np.full(blocks * self.pitch, _POISON, u1)
+        self.views = {width: self.bytes.view(word) for width, word in WORDS.items()}
+        self.reports = reports
+        granules = blocks * self.pitch // granule
+        self.state = np.zeros(granules, u1)
+        self.writer = np.zeros(granules, np.int16)  # warp of its block
+        self.written = np.zeros(granules, np.int32)  # at which time of its clock
+        self.read = np.zeros((granules, warps), np.int32)
+        self.held = np.zeros(granules, np.int16)  # how many operations under way still read it
+        self.by_unit = np.zeros(granules, bool)  # written by an asynchronous unit
+        self.own = np.arange(blocks * warps) % warps
+        self.clock = np.zeros((blocks * warps, warps), np.int32)  # what each warp knows of each of its block
+        self.clock[np.arange(blocks * warps), self.own] = 1
+        self.fenced = np.zeros((blocks, warps), np.int32)  # the time of each warp up to which its writes are fenced
+
+    def meet(self, block: int) -> None:
+        """A barrier of a block: each warp knows what the others know, and time goes on."""
+        rows = self.clock[block * self.warps : (block + 1) * self.warps]
+        rows[:] = rows.max(0)
+        rows[np.arange(self.warps), np.arange(self.warps)] += 1
+
+    def tick(self, warp: int) -> int:
+        """A warp's time, which goes on."""
+        own = self.own[warp]
+        now = int(self.clock[warp, own])
+        self.clock[warp, own] += 1
+        return now
+
+    def place(self, address: Array, width: int, block: Array, where: int, what: str) -> tuple[Array, Array]:
+        """(where accesses begin in ``bytes``, which of them are in the block's memory and aligned)."""
+        address = np.asarray(address).astype(np.int64)
+        good = (address >= self.base) & (address + width <= self.end)
+        if not good.all():
+            first = f"{int(address[~good][0]) - self.base} of {self.end - self.base} bytes"
+            self.reports.add(f"shared {what} outside the block's memory", where, int((~good).sum()), first)
+        crooked = good & (address % width != 0) if width & (width - 1) == 0 else ~good
+        if (crooked & good).any():
+            first = str(int(address[crooked & good][0]) - self.base)
+            self.reports.add(f"misaligned shared {what}", where, int((crooked & good).sum()), first)
+        return block * self.pitch + address, good & ~crooked
+
+    def _granules(self, first: Array, width: int) -> Array:
+        return (first // self.granule)[:, None] + np.arange(max(1, width // self.granule))
+
+    def note_read(self, first: Array, width: int, warp: Array, where: int) -> None:
+        """Warps read what begins at ``first``."""
+        at = self._granules(first, width)
+        state, own = self.state[at], self.own[warp]
+        if (state != WRITTEN).any():
+            names = {NEVER: "shared read of what was never written", UNDER_WAY: "shared read of a copy before its wait"}
+            for kind, name in names.items():
+                if count := int((state == kind).any(1).sum()):
+                    self.reports.add(name, where, count)
+        writer = self.writer[at]
+        unknown = (self.written[at] > self.clock[warp[:, None], writer]) & (writer != own[:, None])
+        if unknown.any():
+            name = "race: read of what another warp wrote, without a barrier between"
+            self.reports.add(name, where, int(unknown.any(1).sum()))
+        self.read[at, own[:, None]] = self.clock[warp, own][:, None]
+
+    def note_write(
+        self, first: Array, width: int, warp: Array, where: int, state: int = WRITTEN, same: Array = None
+    ) -> None:
+        """Warps write; ``same`` says which of them write what is there already, as several warps may at once."""
+        at = self._granules(first, width)
+        own = self.own[warp][:, None]
+        if (under_way := self.state[at] == UNDER_WAY).any():
+            self.reports.add("shared write to a copy's target before its wait", where, int(under_way.any(1).sum()))
+        if (held := self.held[at]).any():
+            name = "shared write to what an operation under way still reads"
+            self.reports.add(name, where, int(held.any(1).sum()))
+        writer, known = self.writer[at], self.clock[warp]
+        unknown = (self.written[at] > np.take_along_axis(known, writer.astype(np.int64), 1)) & (writer != own)
+        if same is not None:
+            unknown &= ~same[:, None]
+        if unknown.any():
+            name = "race: write over what another warp wrote, without a barrier between"
+            self.reports.add(name, where, int(unknown.any(1).sum()))
+        late = (self.read[at] > known[:, None, :]) & (np.arange(self.warps) != own[:, :, None])
+        if late.any():
+            name = "race: write over what another warp reads, without a barrier between"
+            self.reports.add(name, where, int(late.any((1, 2)).sum()))
+        self.state[at] = state
+        self.by_unit[at] = False
+        self.writer[at] = own
+        self.written[at] = self.clock[warp, own[:, 0]][:, None]
+
+    def note_unit_read(self, first: Array, width: int, warp: Array, where: int) -> None:
+        """An asynchronous unit reads for the warps: ordinary writes need a proxy fence before that."""
+        self.note_read(first, width, warp, where)
+        at = self._granules(first, width)
+        fenced = self.fenced[warp[0] // self.warps]
+        bare = (self.written[at] > fenced[self.writer[at]]) & ~self.by_unit[at] & (self.state[at] == WRITTEN)
+        if bare.any():
+            name = "an asynchronous unit reads what was written without a fence.proxy.async since"
+            self.reports.add(name, where, int(bare.any(1).sum()))
+
+    def fence_units(self, warp: int) -> None:
+        """fence.proxy.async: asynchronous units see all writes that the warp knows of."""
+        rows = self.fenced[warp // self.warps]
+        np.maximum(rows, self.clock[warp], out=rows)
+        self.tick(warp)
+
+    def hold(self, first: Array, width: int, by: int) -> None:
+        """An operation under way reads these until further notice (1), or has read them (-1)."""
+        self.held[self._granules(first, width)] += by
+
+    def land(self, first: Array, width: int, warp: Array, tick: int | None = None) -> None:
+        """A copy's data is there: for the warp that waited, as of now; with ``tick``, as a unit's deed at that time of
+        its issuer.
+        """
+        at = self._granules(first, width)
+        own = self.own[warp]
+        self.state[at] = WRITTEN
+        self.writer[at] = own[:, None]
+        self.written[at] = self.clock[warp, own][:, None] if tick is None else tick
+        self.by_unit[at] = tick is not None

@@ -1,0 +1,134 @@
+"""A kernel as Python functions: two for each basic block, for when all threads run it and for when some do.
+
+Each takes (S, R, m): the launch, the registers and, for the second, which threads run it. It returns where they go on:
+a number of a basic block for all, or an array over the threads. They are compiled when they first run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import arithmetic, units
+from .parse import BITS, Immediate, Instruction, Kernel, Symbol, registers_of
+from .translate import Translator, Unknown
+
+EXIT = 1 << 30  # the "basic block" of threads that have ended
+SHARED_BASE = 1024  # so that address 0 is invalid; swizzled tiles are aligned to 1024 bytes
+_BRANCHES = ("bra", "ret", "exit")
+_TYPES = {name: getattr(arithmetic, name) for name in ("u1", "u2", "u4", "u8")}
+_TYPES |= {name: getattr(arithmetic, name) for name in ("i1", "i2", "i4", "i8", "f2", "f4", "f8")}
+
+Step = Callable[[Any, Any, Any], Any]
+
+
+class Program:
+    """``step`` has the functions by basic block, ``ranges`` the instructions of each.
+
+    Raises NotImplementedError naming every opcode that is not known.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.translator = Translator(kernel, dict.fromkeys(kernel.shared, SHARED_BASE))
+        self.params = {name: i for i, (_, name) in enumerate(kernel.params)}
+        self.granule = min([4, *(_width(i) for i in kernel.code if _is_shared(i))])
+        self.ranges = self._ranges()
+        self.number = {start: n for n, (start, _) in enumerate(self.ranges)}
+        self.number[len(kernel.code)] = EXIT
+        # A loop that waits for other blocks may not keep them from running.
+        self.waits_for_others = any("acquire" in i.opcode or ".cas." in i.opcode for i in kernel.code)
+        self._names: dict[str, Any] = {**_TYPES, "np": np, "A": arithmetic, "where": np.where, "EXIT": EXIT}
+        self._steps: dict[tuple[int, bool], Step] = {}
+        unknown: set[str] = set()
+        self._sources = [self._source(number, False, unknown) for number in range(len(self.ranges))]
+        if unknown:
+            raise NotImplementedError(f"{kernel.name}: instructions not known: {'; '.join(sorted(unknown))}")
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        code, labels = self.kernel.code, self.kernel.labels
+        starts = {0} | {labels[_label(i)] for i in code if i.parts[0] == "bra"}
+        starts |= {n + 1 for n, i in enumerate(code) if i.parts[0] in _BRANCHES or units.is_barrier(i)}
+        order = sorted(start for start in starts if start < len(code))
+        return list(zip(order, [*order[1:], len(code)]))
+
+    def step(self, number: int, masked: bool) -> Step:
+        """The function of a basic block."""
+        if (number, masked) not in self._steps:
+            source = self._source(number, True, set()) if masked else self._sources[number]
+            self._names |= self.translator.constants
+            exec(compile(source, self.kernel.name, "exec"), self._names)  # noqa: S102 - its source is made here
+            self._steps[number, masked] = self._names["step"]
+        return self._steps[number, masked]
+
+    def _source(self, number: int, masked: bool, unknown: set[str]) -> str:
+        start, end = self.ranges[number]
+        early, lines = self._touched_early(start, end), ["def step(S, R, m):"]
+        for n in range(start, end):
+            lines += [f"    S.wgmma_serialise({n})"] if n in early else []
+            try:
+                lines += [f"    {line}" for line in self._lines(n, masked)]
+            except Unknown as error:
+                unknown.add(f"{self.kernel.code[n].opcode} ({error})")
+        if self.kernel.code[end - 1].parts[0] not in _BRANCHES:
+            lines.append(f"    return {self.number.get(end, EXIT)}")
+        return "\n".join(lines)
+
+    def _lines(self, n: int, masked: bool) -> list[str]:
+        i = self.kernel.code[n]
+        guard, lines, test = ("m" if masked else None), [], ""
+        if i.predicate is not None:
+            test = f"{'~' * i.negated}R[{self.translator.index[i.predicate]}]"
+            lines.append(f"g = m & {test}" if masked else f"g = {test}")
+            guard = "g"
+        if i.parts[0] in _BRANCHES:
+            to = self.number[self.kernel.labels[_label(i)]] if i.parts[0] == "bra" else EXIT
+            if not test:
+                return [f"return {to}"]
+            return [*lines, f"return S.branch({test}, {to}, {self.number.get(n + 1, EXIT)})"]
+        if i.opcode.startswith("ld.param"):
+            call = f"S.parameter({self._parameter(i)})"
+            return [*lines, self.translator.put(i.args[0], call, i.parts[-1], guard)]
+        found = units.lines(self.translator, n, i, guard)
+        return lines + (self.translator.lines(i, guard) if found is None else found)
+
+    def _parameter(self, i: Instruction) -> str:
+        address: Any = i.args[1]
+        return f"{self.params[address.base.name]}, '{i.parts[-1]}', {address.offset}"
+
+    def _touched_early(self, start: int, end: int) -> set[int]:
+        """Instructions of a block that touch registers that a wgmma under way still writes.
+
+        The PTX ISA leaves that undefined; ptxas waits there (its advisories C7510 and following), and Triton relies on
+        it where each step's product is added to sums of their own. It is looked for within a basic block.
+        """
+        under_way: set[str] = set()
+        found = set()
+        for n in range(start, end):
+            i = self.kernel.code[n]
+            if i.opcode.startswith("wgmma.wait_group") and i.args[0] == Immediate(0):
+                under_way.clear()
+            own = registers_of(i.args[0]) if i.opcode.startswith("wgmma.mma_async") else set()
+            touched = registers_of(i.args[1:] if own else i.args)
+            if touched & under_way or (own & under_way and not own <= under_way):
+                found.add(n)
+                under_way.clear()
+            under_way |= own
+        return found
+
+
+def _label(i: Instruction) -> str:
+    target = i.args[-1]
+    assert isinstance(target, Symbol), i.text
+    return target.name
+
+
+def _is_shared(i: Instruction) -> bool:
+    return i.parts[0] in ("ld", "st") and i.parts[1].startswith("shared")
+
+
+def _width(i: Instruction) -> int:
+    """Bytes that a thread's access covers."""
+    return BITS[i.parts[-1]] // 8 * i.count

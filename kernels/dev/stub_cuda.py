@@ -1,0 +1,20 @@
+"""Build the stub of CUDA's driver, over which Triton launches without a GPU: ``stub_cuda.c``."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+SOURCE = Path(__file__).with_suffix(".c")
+_FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1")
+
+
+def build(folder: Path) -> Path:
+    """Compile ``libcuda.so.1`` into ``folder``; returns its path. Raises RuntimeError without a C compiler."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise RuntimeError("the stub of CUDA's driver needs a C compiler: install gcc")
+    library = folder / "libcuda.so.1"
+    subprocess.run([compiler, *_FLAGS, "-o", str(library), str(SOURCE)], check=True)  # noqa: S603 - our own source
+    return library

@@ -1,0 +1,385 @@
+"""The emulator of PTX in memory: loads and stores, asynchronous copies, tensor maps, and the faults that it reports.
+
+Section numbers are those of the PTX ISA 8.7.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from ptx_text import FENCED, LANES, addresses, kernel, launched, moved, of_lane, swizzled, words
+
+from shardfuse.kernels.dev.ptx.launch import run
+
+random.seed(22)
+
+LOADS = [
+    "b8 rs",
+    "b8 r",
+    "b16 rs",
+    "b16 r",
+    "b32 r",
+    "b32 rd",
+    "s32 rd",
+    "b64 rd",
+    "v2.b8 rs",
+    "v2.b16 rs",
+    "v4.b16 rs",
+]
+LOADS = [f"ld.shared.{each}" for each in [*LOADS, "v2.b32 r", "v4.b32 r", "v2.b64 rd"]]
+LOADS += [f"ld.global.{each}" for each in ("b8 rs", "b16 rs", "b32 r", "b64 rd", "v2.b32 r", "v4.b32 r")]
+LOADS += [f"ld.{each}" for each in ("volatile.global.b32 r", "volatile.global.v4.b32 r", "acquire.sys.global.b32 r")]
+LOADS += [f"ld.global.L1::evict_{e}.L2::cache_hint.{k}" for e in ("first", "last") for k in ("b16 rs", "v4.b32 r")]
+STORES = [
+    "b8 rs",
+    "b16 rs",
+    "b32 r",
+    "b64 rd",
+    "v2.b8 rs",
+    "v4.b8 rs",
+    "v2.b16 rs",
+    "v4.b16 rs",
+    "v2.b32 r",
+    "v4.b32 r",
+]
+STORES = [f"st.shared.{each}" for each in [*STORES, "v2.b64 rd"]]
+STORES += [
+    f"st.shared::cta.{each}" for each in ("b16 rs", "b32 r", "b64 rd", "v2.b16 rs", "v2.b32 r", "v4.b16 rs", "v4.b32 r")
+]
+STORES += [f"st.global.{each}" for each in ("b8 rs", "b16 rs", "b32 r", "v2.b32 r", "v4.b32 r")]
+SLOT = "mov.u32 %r1, %tid.x; mul.wide.u32 %rd10, %r1, 32; add.s64 %rd0, %rd0, %rd10; add.s64 %rd1, %rd1, %rd10;"
+SLOT += "mov.b32 %r2, global_smem; mad.lo.s32 %r3, %r1, 32, %r2;"
+
+
+def shape(case: str) -> tuple[str, str, int, int]:
+    """Instruction, register, elements and bytes of each."""
+    form, register = case.split()
+    count = 2 if ".v2." in form else 4 if ".v4." in form else 1
+    return form, register, count, int(form.split(".")[-1][1:]) // 8
+
+
+def place(form: str, offset: int) -> str:
+    return f"[%r3+{offset}]".replace("+0", "") if "shared" in form else f"[ %rd0 + {offset} ]"
+
+
+def vector(form: str, register: str, count: int, first: int) -> str:
+    names = ", ".join(f"%{register}{first + n}" for n in range(count))
+    return f"{{ {names} }}" if count > 1 or "global" in form else names
+
+
+@pytest.mark.parametrize("case", LOADS)
+def test_loads(case):
+    """Into a wider register .b8, .b16 and .b32 are extended by zeros, .s32 by its sign (9.4.1)."""
+    form, register, count, size = shape(case)
+    width = {"rs": 16, "r": 32, "rd": 64}[register]
+    offsets = [0, 16] if count * size > 8 else [0, 8, 24]
+    kept = form.split(".")[2].replace("L1::", "") if "cache_hint" in form else "evict_first"
+    body = [addresses(2), SLOT, f"createpolicy.fractional.L2::{kept}.b64 %rd9, 1.0;"]
+    body += ["mul.wide.u32 %rd10, %r1, 64; add.s64 %rd1, %rd1, %rd10;"]  # 12 results of 8 bytes for each thread
+    for n in range(0, 32, 16):
+        body += [f"ld.global.v4.b32 {{ %r20, %r21, %r22, %r23 }}, [ %rd0 + {n} ];"]
+        body += [f"st.shared.v4.b32 [%r3+{n}], {{%r20, %r21, %r22, %r23}};"]
+    hint = ", %rd9" if "cache_hint" in form else ""
+    for k, offset in enumerate(offsets):
+        body.append(f"{form} {vector(form, register, count, 30)}, {place(form, offset)}{hint};")
+        for n in range(count):
+            body.append(
+                {"rd": f"mov.b64 %rd20, %rd{30 + n};"}.get(register, f"cvt.u64.u{width} %rd20, %{register}{30 + n};")
+            )
+            body += [
+                "mov.b64 {%r10, %r11}, %rd20;",
+                f"st.global.v2.b32 [ %rd1 + {8 * (k * 4 + n)} ], {{ %r10, %r11 }};",
+            ]
+    source, found = np.frombuffer(random.randbytes(32 * 32), "u4").copy(), np.zeros((32, 12), "u8")
+    assert run(kernel("\n".join(body), ["ptr", "ptr"]), source, found, shared=1024) == []
+    for thread in range(32):
+        slot = source.tobytes()[32 * thread : 32 * thread + 32]
+        for k, offset in enumerate(offsets):
+            for n in range(count):
+                taken = slot[offset + n * size : offset + (n + 1) * size]
+                wish = int.from_bytes(taken, "little", signed=".s32" in form) & (2**width - 1)
+                assert found[thread, 4 * k + n] == wish, (thread, offset, n)
+
+
+@pytest.mark.parametrize("case", STORES)
+def test_stores(case):
+    """Only the bytes of the element's type change, in the lanes whose guard holds."""
+    form, register, count, size = shape(case)
+    width = {"rs": 2, "r": 4, "rd": 8}[register]
+    body = [addresses(2), SLOT, "and.b32 %r4, %r1, 3; setp.ne.b32 %p1, %r4, 1;"]
+    body += ["ld.global.b32 { %r10 }, [ %rd1 + 0 ];"]
+    for n in range(count):
+        kinds = {
+            "rs": ["cvt.u16.u32 %rs30, %r10;"],
+            "r": ["mov.b32 %r30, %r10;"],
+            "rd": ["mov.b64 %rd30, {%r10, %r10};"],
+        }
+        body += [f"mad.lo.s32 %r10, %r10, -1640531527, {n};", kinds[register][0].replace("30,", f"{30 + n},")]
+    body += [
+        "mov.b32 %r20, -1;",
+        "st.shared.v4.b32 [%r3], {%r20, %r20, %r20, %r20};",
+        "st.shared.v4.b32 [%r3+16], {%r20, %r20, %r20, %r20};",
+    ]
+    body += [f"@%p1 {form} {place(form, 16)}, {vector(form, register, count, 30)};"]
+    body += [f"{form} {place(form, 0)}, {vector(form, register, count, 30)};"]
+    if "shared" in form:
+        for n in (0, 16):
+            body += [f"ld.shared.v4.b32 {{%r20, %r21, %r22, %r23}}, [%r3+{n}];"]
+            body += [f"st.global.v4.b32 [ %rd0 + {n} ], {{ %r20, %r21, %r22, %r23 }};"]
+    found = np.full((32, 32), 255, "u1")
+    seeds = np.frombuffer(random.randbytes(32 * 32), "u4").copy()
+    assert run(kernel("\n".join(body), ["ptr", "ptr"]), found, seeds, shared=1024) == []
+    for thread in range(32):
+        value, expected = int(seeds[8 * thread]), bytearray(b"\xff" * 32)
+        for n in range(count):
+            value = (value * -1640531527 + n) % 2**32
+            bits = (value | value << 32).to_bytes(8, "little")[:width][:size]
+            for start in (0,) if thread % 4 == 1 else (0, 16):
+                expected[start + n * size : start + (n + 1) * size] = bits
+        assert found[thread].tobytes() == bytes(expected), thread
+
+
+def test_addresses_in_shared_memory_by_name():
+    body = (
+        addresses(1)
+        + """
+        mov.b32 %r1, 305419896; mov.b64 %rd1, -2; mov.b32 %r2, global_smem; mov.b32 %r9, 77;
+        mov.u32 %r7, %tid.x; setp.eq.b32 %p1, %r7, 0;
+        @%p1 st.shared.b32 [%r2], %r1;
+        @%p1 st.shared.b32 [%r2+4], %r9;
+        @%p1 st.shared.b64 [ %r2 + 8 ], %rd1;
+        bar.sync 0;
+        ld.shared.b32 %r3, [global_smem]; ld.shared.s32 %rd2, [global_smem+8]; ld.shared.b64 %rd3, [global_smem];
+        ld.shared.b32 %r4, [global_smem+12]; mov.b64 {%r5, %r6}, %rd2; mov.b64 {_, %r8}, %rd3;
+        mul.wide.u32 %rd4, %r7, 20; add.s64 %rd0, %rd0, %rd4;
+        st.global.b32 [ %rd0 + 0 ], { %r3 }; st.global.b32 [ %rd0 + 4 ], { %r4 }; st.global.b32 [ %rd0 + 8 ], { %r5 };
+        st.global.b32 [ %rd0 + 12 ], { %r6 }; st.global.b32 [ %rd0 + 16 ], { %r8 };
+    """
+    )
+    found = np.zeros((32, 5), "u4")
+    assert run(kernel(body, ["ptr"]), found, shared=16) == []
+    assert found.tolist() == [[305419896, 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, 77]] * 32
+
+
+# --- Asynchronous copies
+
+
+@pytest.mark.parametrize("form", ["ca 4", "ca 8", "cg 16"])
+def test_cp_async(form):
+    """9.7.9.25.3: zeros follow the source's bytes; nothing is read for none of them, or where the guard fails."""
+    cache, size = form.split()
+    given, sizes, found = words(128), np.array([n % (int(size) + 1) for n in LANES], "u4"), np.zeros((32, 16), "u1")
+    body = f"""
+        mov.b32 %r3, -1; mad.lo.s32 %r8, %r0, 16, %r1; st.shared.v4.b32 [%r8], {{%r3, %r3, %r3, %r3}}; bar.sync 0;
+        {of_lane(1, 4)} ld.global.b32 {{ %r9 }}, [ %rd10 + 0 ]; and.b32 %r4, %r0, 7; setp.ne.b32 %p1, %r4, 5;
+        {of_lane(0, 16)} setp.ne.b32 %p2, %r9, 0; and.pred %p2, %p2, %p1; selp.b64 %rd10, %rd10, 16, %p2;
+        @%p1 cp.async.{cache}.shared.global [ %r8 + 0 ], [ %rd10 + 0 ], {int(size):#x}, %r9;
+        cp.async.commit_group; cp.async.wait_group 0; bar.sync 0;
+    """
+    assert launched(body + moved(512, True, 2, 32), given, sizes, found, shared=512) == []
+    for lane in LANES:
+        copied = given.tobytes()[16 * lane : 16 * lane + int(sizes[lane])].ljust(int(size), b"\0")
+        assert found[lane].tobytes() == (b"" if lane % 8 == 5 else copied).ljust(16, b"\xff"), lane
+
+
+def arriving(guard: str, count: int = 0, space: str = "shared::cta", barrier: str = "%r1") -> str:
+    return f"@{guard} mbarrier.arrive.expect_tx.{space}.b64 _, [{barrier}], {count};"
+
+
+def waiting(parity: int, space: str = "shared::cta", barrier: str = "%r1") -> str:
+    text = f"mov.b32 %r40, {parity}; {{ .reg .pred complete; waitLoop: mbarrier.try_wait.parity.{space}.b64"
+    return text + f" complete, [{barrier}], %r40; @!complete bra.uni waitLoop; }}"
+
+
+@pytest.mark.parametrize("space", ["shared::cta", "shared"])
+def test_mbarrier_phases(space):
+    """9.7.13.15: a phase ends with its last arrival; a wait for a parity ends once the phase of that parity is over.
+
+    Three lanes of a warp pass values to another warp, five times through the same place, and arrive at one barrier;
+    the other warp arrives at a second one once it has read. Waiting there for parity 1 at first holds at once.
+    """
+    body = "setp.eq.b32 %p1, %r0, 0; setp.eq.b32 %p3, %r0, 32; add.s32 %r4, %r1, 8; mad.lo.s32 %r8, %r0, 4, %r1;"
+    body += "setp.lt.u32 %p2, %r0, 4; setp.ne.b32 %p4, %r0, 1; and.pred %p2, %p2, %p4;"  # lanes 0, 2 and 3
+    body += "@%p1 mbarrier.init.shared::cta.b64 [%r1], 3; @%p1 mbarrier.init.shared::cta.b64 [%r4], 1; bar.sync 0;"
+    body += "setp.lt.u32 %p5, %r0, 32; @!%p5 bra TAKE;"
+    for phase in range(5):
+        body += waiting(1 - phase % 2, space, "%r4") + f"add.s32 %r3, %r0, {10 * phase};"
+        body += "@%p2 st.shared.b32 [%r8+64], %r3;" + arriving("%p2", 0, space)
+    body += "bra.uni LEAVE; TAKE: " + of_lane(0, 20)
+    for phase in range(5):
+        body += waiting(phase % 2, space) + "ld.shared.b32 %r5, [%r1+64]; ld.shared.v2.b32 {%r6, %r7}, [%r1+72];"
+        body += "add.s32 %r5, %r5, %r6; add.s32 %r5, %r5, %r7; bar.warp.sync -1;" + arriving("%p3", 0, space, "%r4")
+        body += f"st.global.b32 [ %rd10 + {4 * phase} ], {{ %r5 }};"
+    body += "LEAVE: bar.sync 0; @%p1 mbarrier.inval.shared::cta.b64 [%r1];"
+    sums = np.zeros((64, 5), "u4")
+    assert launched(body, sums, threads=64, shared=512) == []
+    assert sums[32:].tolist() == [[5 + 30 * phase for phase in range(5)]] * 32
+
+
+def test_mbarrier_try_wait_gives_up():
+    """9.7.13.15.16: it may suspend a thread, but not for ever: while a phase lasts it turns false."""
+    body = "setp.eq.b32 %p1, %r0, 0; mov.b32 %r3, 0; mov.b32 %r4, 0;"
+    body += "@%p1 mbarrier.init.shared::cta.b64 [%r1], 4; bar.sync 0;"
+    for _ in range(3):
+        body += "mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1], %r3; selp.b32 %r5, 1, 0, %p2;"
+        body += "or.b32 %r4, %r4, %r5; bar.sync 0;" + arriving("%p1")
+    found = np.ones(64, "u4")
+    body += of_lane(0, 4) + "st.global.b32 [ %rd10 + 0 ], { %r4 };"
+    assert launched(body, found, threads=64, shared=64) == []
+    assert found.tolist() == [0] * 64
+
+
+ELEMENTS = {0x0: "u1", 0x6: "u2", 0x7: "u4", 0xA: "u2"}  # .u8, .f16, .f32 and .bf16 in a tensor map
+ROWS, COLUMNS, TALL, REGION = 21, 150, 12, 2048
+READ_AT = [(0, 0), (5, 3), (-3, -2), (COLUMNS - 4, ROWS - 2), (COLUMNS - 9, -1), (COLUMNS, 0), (-130, 4)]
+WRITTEN_AT = [(-3, -2), (COLUMNS - 4, ROWS - 2), (10, 12), (COLUMNS, 0), (0, -12)]  # boxes apart from each other
+BOXES = [(0, 16), (0, 96), (1, 32), (2, 64), (3, 128)]  # swizzle, bytes of a row
+
+
+def tensor_map(kind: int, width: int, swizzle: int) -> str:
+    """Write the map of array 0 to array 1, by way of shared memory; what is numbered 0 is the innermost dimension."""
+    part = "@%p2 tensormap.replace.tile."
+    text = "setp.lt.u32 %p1, %r0, 32; setp.eq.b32 %p2, %r0, 0; mov.b32 %r3, 0; mad.lo.s32 %r4, %r0, 4, %r1;"
+    text += "@%p1 st.shared.b32 [ %r4 + 0 ], %r3; bar.warp.sync -1; cvt.u64.u32 %rd9, %r1;"
+    text += f"{part}global_address.shared::cta.b1024.b64 [ %rd9 + 0 ], %rd0;"
+    for dimension, sizes in enumerate([(width, COLUMNS, 1), (TALL, ROWS, 1)]):
+        for name, size in zip(("box_dim", "global_dim", "element_stride"), sizes):
+            text += f"mov.b32 %r7, {size}; {part}{name}.shared::cta.b1024.b32 [ %rd9 + 0 ], {dimension:#x}, %r7;"
+    text += f"mov.b64 %rd8, {160 * np.dtype(ELEMENTS[kind]).itemsize};"
+    text += f"{part}global_stride.shared::cta.b1024.b64 [ %rd9 + 0 ], 0x0, %rd8;"
+    modes = {"rank": 1, "elemtype": kind, "interleave_layout": 0, "swizzle_mode": swizzle, "fill_mode": 0}
+    text += "".join(f"{part}{name}.shared::cta.b1024.b32 [ %rd9 + 0 ], {value:#x};" for name, value in modes.items())
+    text += "@%p1 tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned"
+    text += " [ %rd1 + 0 ], [ %rd9 + 0 ], 0x80; @%p1 fence.proxy.tensormap::generic.acquire.gpu [ %rd1 + 0 ], 0x80;"
+    text += "@%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group.read 0; bar.sync 0;"
+    return text + "cvta.global.u64 %rd5, %rd1; elect.sync %r5|%p3, -1; and.pred %p3, %p3, %p1;"
+
+
+def tensor_copies(kind: int, swizzle: int, span: int, corners: list[tuple[int, int]], copy: str) -> str:
+    """Array 2 to shared memory, the map, and a copy for each corner; %r50 is a barrier beside the map."""
+    body = moved(REGION * 8, False, 2) + FENCED + tensor_map(kind, span // np.dtype(ELEMENTS[kind]).itemsize, swizzle)
+    body += "add.s32 %r50, %r1, 1024; @%p2 mbarrier.init.shared::cta.b64 [%r50], 1; bar.sync 0;"
+    body += arriving("%p2", TALL * span * len(corners), barrier="%r50") + "bar.sync 0;"
+    for n, (x, y) in enumerate(corners):
+        body += f"mov.b32 %r10, {x}; mov.b32 %r11, {y}; add.s32 %r12, %r1, {REGION * (n + 1)}; @%p3 {copy};"
+    return body
+
+
+def tensor_loads(kind: int, swizzle: int, span: int, space: str = "shared::cta") -> str:
+    copy = f"cp.async.bulk.tensor.2d.{space}.global.mbarrier::complete_tx::bytes [%r12], [%rd5, {{%r10, %r11}}], [%r50]"
+    return tensor_copies(kind, swizzle, span, READ_AT, copy) + waiting(0, barrier="%r50") + moved(REGION * 8, True, 2)
+
+
+def tensor_stores(kind: int, swizzle: int, span: int, wait: str) -> str:
+    copy = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd5, {%r10, %r11}], [%r12]"
+    return tensor_copies(kind, swizzle, span, WRITTEN_AT, copy) + f"cp.async.bulk.commit_group; {wait} 0;"
+
+
+def tensor_arrays(kind: int) -> list[np.ndarray]:
+    """A matrix whose rows are 160 apart, room for its map, an image of shared memory; all at multiples of 128 bytes."""
+    made = []
+    for size in (ROWS * 160 * np.dtype(ELEMENTS[kind]).itemsize, 128, REGION * 8):
+        room = np.frombuffer(random.randbytes(size + 128), "u1").copy()
+        made.append(room[-room.ctypes.data % 128 :][:size])
+    return made
+
+
+def each_box(usual: str, seldom: str) -> list:
+    """Every kind of element with every box and the usual form, one kind with the other form too."""
+    cases = [*itertools.product(ELEMENTS, BOXES, [usual]), *itertools.product([0xA], BOXES, [seldom])]
+    return [pytest.param(*case, id=f"type {case[0]} swizzle {case[1][0]} of {case[1][1]} {case[2]}") for case in cases]
+
+
+def boxed(kind: int, swizzle: int, span: int, corners: list[tuple[int, int]]) -> Iterator[tuple[int, int | None]]:
+    """For each byte of each box where it lies in shared memory, and where in the matrix, if anywhere."""
+    size = np.dtype(ELEMENTS[kind]).itemsize
+    for n, (x, y) in enumerate(corners):
+        for row, byte in itertools.product(range(TALL), range(span)):
+            inside = 0 <= y + row < ROWS and 0 <= x + byte // size < COLUMNS
+            at = REGION * (n + 1) + swizzled(row * span + byte, {0: 16, 1: 32, 2: 64, 3: 128}[swizzle])
+            yield at, ((y + row) * 160 + x) * size + byte if inside else None
+
+
+@pytest.mark.parametrize(("kind", "box", "space"), each_box("shared::cta", "shared::cluster"))
+def test_tensor_loads(kind, box, space):
+    """9.7.9.27: what lies outside the matrix arrives as zeros, and counts among the barrier's bytes."""
+    matrix, room, image = tensor_arrays(kind)
+    expected, given = image.copy(), matrix.copy()
+    for at, source in boxed(kind, *box, READ_AT):
+        expected[at] = 0 if source is None else matrix[source]
+    assert launched(tensor_loads(kind, *box, space), matrix, room, image, threads=128, shared=REGION * 8) == []
+    assert np.array_equal(image[REGION:], expected[REGION:])
+    assert np.array_equal(matrix, given)
+
+
+def test_tensor_loads_see_what_a_fence_has_passed_on():
+    matrix, room, image = tensor_arrays(0xA)
+    body = of_lane(0, 4) + "st.global.b32 [ %rd10 + 0 ], { %r0 }; fence.proxy.async.global; bar.sync 0;"
+    body += tensor_loads(0xA, 3, 128)
+    assert launched(body, matrix, room, image, threads=128, shared=REGION * 8) == []
+    assert matrix[:512].view("u4").tolist() == list(range(128))
+    for at, source in boxed(0xA, 3, 128, READ_AT[:1]):
+        assert image[at] == (0 if source is None else matrix[source])
+
+
+@pytest.mark.parametrize(("kind", "box", "wait"), each_box("cp.async.bulk.wait_group.read", "cp.async.bulk.wait_group"))
+def test_tensor_stores(kind, box, wait):
+    """What lies outside the matrix is not written, in the rows' padding neither."""
+    matrix, room, image = tensor_arrays(kind)
+    expected = matrix.copy()
+    for at, target in boxed(kind, *box, WRITTEN_AT):
+        if target is not None:
+            expected[target] = image[at]
+    assert launched(tensor_stores(kind, *box, wait), matrix, room, image, threads=128, shared=REGION * 8) == []
+    assert np.array_equal(matrix, expected)
+
+
+# --- Faults: with what follows each body it is reported, without it not
+
+PASSED = "mad.lo.s32 %r8, %r0, 4, %r1; st.shared.b32 [%r8], %r0; bar.sync 0; sub.s32 %r9, 63, %r0;"
+PASSED += "mad.lo.s32 %r9, %r9, 4, %r1; ld.shared.b32 %r10, [%r9];" + of_lane(0, 4)
+PASSED += "st.global.b32 [%rd10+0], %r10;"
+BOUNDED = "setp.lt.u32 %p1, %r0, 60; mov.b32 %r3, 1;" + of_lane(0, 4)
+STORED, LOADED = "@%p1 st.global.b32 [ %rd10 + 16 ], { %r3 };", "@%p1 ld.global.b32 { %r3 }, [ %rd10 + 16 ];"
+COPIED = of_lane(0, 4) + "mad.lo.s32 %r8, %r0, 4, %r1; mov.b32 %r9, 4;"
+COPIED += "cp.async.ca.shared.global [ %r8 + 0 ], [ %rd10 + 0 ], 0x4, %r9; cp.async.commit_group;"
+READ = "ld.shared.b32 %r10, [%r8]; st.global.b32 [ %rd10 + 0 ], { %r10 };"
+TAKEN, PUT = tensor_loads(0xA, 3, 128), tensor_stores(0xA, 3, 128, "cp.async.bulk.wait_group.read")
+REUSED = "bar.sync 0; mov.b32 %r3, 0; @%p2 st.shared.b32 [%r1+4096], %r3;"
+
+FAULTS: dict[str, tuple[str, str, str]] = {
+    "a store past an array": (BOUNDED + STORED, "@%p1 st", "st"),
+    "a load past an array": (BOUNDED + LOADED, "@%p1 ld", "ld"),
+    "a load before an array": (BOUNDED + LOADED.replace("+ 16", "+ 0"), "+ 0", "+ -4"),
+    "a race between warps": (PASSED, "bar.sync 0;", ""),
+    "a read past shared memory": (PASSED, "ld.shared.b32 %r10, [%r9]", "ld.shared.b32 %r10, [%r9+16384]"),
+    "a read of what was not written": (PASSED, "st.shared.b32 [%r8], %r0;", ""),
+    "a copy not waited for": (COPIED + "cp.async.wait_group 0;" + READ, "cp.async.wait_group 0;", ""),
+    "a copy in the newest group": (COPIED + "cp.async.wait_group 0;" + READ, "wait_group 0", "wait_group 1"),
+    "a copy of another thread": (
+        COPIED + "cp.async.wait_group 0; bar.sync 0; xor.b32 %r8, %r8, 128;" + READ,
+        "bar.sync 0;",
+        "",
+    ),
+    "a tensor load not waited for": (TAKEN, waiting(0, barrier="%r50"), ""),
+    "a tensor store without a fence": (PUT, FENCED, "bar.sync 0;"),
+    "a tensor store's source overwritten": (PUT + REUSED, "cp.async.bulk.wait_group.read 0;", ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_reported(fault):
+    body, part, instead = FAULTS[fault]
+    assert part in body
+
+    def reports(text: str) -> list[str]:
+        if "tensor" in fault:
+            return launched(text, *tensor_arrays(0xA), threads=128, shared=REGION * 8)
+        return launched(text, words(64), threads=64, shared=REGION * 8)
+
+    assert reports(body) == []
+    assert reports(instead.join(body.rsplit(part, 1))) != []
