@@ -7,12 +7,15 @@ has allocated until its process ends. ``--write`` keeps the rows that ``docs/int
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -290,16 +293,22 @@ def main() -> int:
 
 
 def _apart(number: int, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """The result of a case in a process of its own, or why there is none."""
+    """The result of a case in processes of its own, or why there is none. What vLLM leaves in TMPDIR goes with them."""
     result = folder / f"vllm-{number}.json"
     log = result.with_suffix(".log")
     result.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--models", str(folder), "--case", str(number), "--result", str(result)]
-    with log.open("w") as out:
+    with log.open("w") as out, tempfile.TemporaryDirectory(prefix="vllm-") as scratch:
+        environment = os.environ | {"TMPDIR": scratch}
+        running = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
         try:
-            code = subprocess.run(command, stdout=out, stderr=out, timeout=TIMEOUT_S).returncode
+            code = running.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return {}, [f"not done after {TIMEOUT_S:.0f} s; see {log}"]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
     if code or not result.is_file():
         return {}, [f"exit code {code}; see {log}"]
     return json.loads(result.read_text()), []

@@ -334,7 +334,7 @@ def vllm_server(python: str, folder: Path, template: Path) -> Iterator[tuple[int
     # The folder's plug-in is not asked for: this is vLLM as it is.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_PLUGINS": ""}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TMPDIR": str(folder.parent)}
     options = {
         **{"model": folder, "served-model-name": "m", "dtype": "float32", "max-model-len": LENGTH},
         **{"host": HOST, "port": port, "tool-call-parser": "hermes", "chat-template": template},
