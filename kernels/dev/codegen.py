@@ -307,23 +307,19 @@ def _builds_by_config(op: str, target: str) -> dict[str, Build]:
 
 
 def _fingerprint(build: Build) -> tuple[Any, ...]:
-    """What decides more finely than Triton how a launch is compiled: thousands differ in sizes alone."""
+    """What decides at least as finely as Triton how a launch is compiled: thousands differ in sizes alone."""
 
     def mark(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.dtype
+            return value.dtype, value.data_ptr() % 16
         if isinstance(value, int):
-            return type(value), value % 16, value == 1, value.bit_length() > 31
+            return type(value), value % 16, value == 1, value >= 1 << 63, value.bit_length() > 31
         return tuple(map(mark, value)) if isinstance(value, tuple) else value
 
     constants = {param.name for param in build.fn.params if param.is_constexpr}
     args = [(name, value if name in constants else mark(value)) for name, value in build.args.items()]
-    return (
-        id(build.fn),
-        build.num_warps,
-        build.num_stages,
-        *args,
-    )  # a kernel's hash would be its key, computed too early
+    # Not the kernel itself: its hash is its key in Triton's cache, which ``specialise`` has to settle first.
+    return id(build.fn), build.num_warps, build.num_stages, *args
 
 
 def compile_with_progress(

@@ -203,7 +203,7 @@ def _widest(problem: Problem, rows: int) -> AttentionConfig:
         return AttentionConfig(min(rows, 32), 32, 4, 2)
     tile = AttentionConfig(min(rows, 32), 32, 8, _STAGES, per_sm=1)
     fits = tuned.shared_bytes(problem, tile) <= described(problem.arch).shared_per_block
-    return tile if fits else dataclasses.replace(tile, block_m=16)
+    return tile if fits else _within(problem, dataclasses.replace(tile, block_m=16))
 
 
 def _most_rows(problem: Problem) -> int:

@@ -63,7 +63,8 @@ def per_thread(body: str, results: str, threads: int = 128, **inputs: np.ndarray
     lines += ["mov.u32 %r31, %tid.x;", f"mad.lo.s32 %r32, %r30, {threads}, %r31;"]
     names: dict[str, str] = {}
     stores = []
-    for n, (name, given) in enumerate([*inputs.items(), *wanted.items()]):
+    operands: list[tuple[str, np.ndarray | str]] = [*inputs.items(), *wanted.items()]
+    for n, (name, given) in enumerate(operands):
         kind = given if isinstance(given, str) else ("b" if given.dtype == bool else given.dtype.str[1:])
         names[name] = f"%{_CLASSES[kind]}{n + 50}"
         stored = np.dtype("u4" if kind == "b" else kind)
@@ -317,7 +318,7 @@ CODES = {F32: SINGLES, BF16: BRAINS, F16: SHORTS}
 
 def rows_of(form: Format, count: int) -> list[tuple[int, ...]]:
     """Bits of ``count`` operands each: edge cases against each other, any bits, and bits near each other in size."""
-    edges = CODES[form] if count < 3 else CODES[form][::2] + CODES[form][1::5]
+    edges = CODES[form] if count < 3 else CODES[form][::2] + CODES[form][1::8]
     rows = list(itertools.product(edges, repeat=count))
     rows += [tuple(_random.getrandbits(form.width) for _ in range(count)) for _ in range(200)]
     one, spread = form.encode(1.0), 3 << form.mantissa
@@ -364,8 +365,8 @@ class Tile:
     """
 
     def __init__(self, mn: int, form: Format, where: str):
-        self.form, self.mn, self.size, self.along, self.span = form, mn, form.width // 8, *where.split()
-        self.span = int(self.span)
+        self.form, self.mn, self.size = form, mn, form.width // 8
+        self.along, self.span = where.split()[0], int(where.split()[1])
         self.k = self.span // self.size if self.along == "k" else 2 * 16
         self.stride = 8 * self.span  # to the next 8 rows of mn, or of k
         self.leading = 16 if self.along == "k" else self.span * self.k  # mn: to the next elements beside the first

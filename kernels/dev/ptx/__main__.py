@@ -23,24 +23,39 @@ _ENDS = {"exact": 0, "up": 1, "down": -1}
 
 
 def main() -> int:
-    options = _options()
-    specs = [registry.op(options.op)] if options.op else list(registry.ops().values())
+    parser = _parser()
+    options = parser.parse_args()
+    try:
+        specs = [registry.op(options.op)] if options.op else list(registry.ops().values())
+        part, parts = map(int, options.part.split("/"))
+    except ValueError as error:
+        parser.error(str(error))
     found = [(spec, case) for spec in specs for case in spec.tagged("test") if options.case in case.name]
-    part, parts = map(int, options.part.split("/"))
     if not found:
-        print(f"no test case of {options.op or 'any op'} has {options.case!r} in its name", file=sys.stderr)
-        return 2
+        parser.error(f"no test case of {options.op or 'any op'} has {options.case!r} in its name")
+    if not 1 <= part <= parts:
+        parser.error(f"--part {options.part}: expected I/N with 1 <= I <= N")
     driver.install(options.arch, options.slots)
     driver.approximation = _ENDS[options.approximate]
     if options.remove:
         instruction = re.compile(rf"^[ \t]*(@!?%\w+[ \t]+)?{re.escape(options.remove)}[^;]*;", re.M)
-        driver.mutate = lambda text: instruction.sub("", text)
+        removed = 0
+
+        def remove(text: str) -> str:
+            nonlocal removed
+            text, count = instruction.subn("", text)
+            removed += count
+            return text
+
+        driver.mutate = remove
     torch.set_num_threads(1)
     wrong = 0
     for spec, case in found[part - 1 :: parts]:
         answer = emulate(spec, case)
         wrong += not answer["ok"]
         print(json.dumps(answer) if options.json else _line(answer), flush=True)
+    if options.remove and not removed:
+        parser.error(f"--remove {options.remove}: no kernel has that instruction")
     return bool(wrong)
 
 
@@ -82,13 +97,13 @@ def _line(answer: dict[str, Any]) -> str:
     return "\n    ".join([*lines, *([] if answer["ok"] else [answer["why"]]), *answer["reports"]])
 
 
-def _options() -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m shardfuse.kernels.dev.ptx", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--op", default="", help="default: every op")
     parser.add_argument("--case", default="", help="cases whose name holds this")
-    parser.add_argument("--arch", default="sm_90")
+    parser.add_argument("--arch", choices=list(driver.ARCHS), default="sm_90")
     parser.add_argument(
         "--slots", type=int, default=3, help="multiprocessors (default: 3, so that programs have several tiles)"
     )
@@ -98,7 +113,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--remove", default="", metavar="OPCODE", help="a fault: without the instructions of that name")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every Nth case from the Ith on")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each case")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

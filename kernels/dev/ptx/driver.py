@@ -6,9 +6,11 @@ ends with PTX, which stands for the machine code. Which memory a kernel may touc
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,6 +25,9 @@ from .memory import Allocation
 from .parse import BITS, parse
 from .program import Program
 
+# Targets of NVIDIA's before Blackwell: name -> compute capability, 90 for 9.0.
+ARCHS = {name: int(number) for name, (backend, number, _) in TARGETS.items() if backend == "cuda" and int(number) < 100}
+
 log: list[Result] = []  # of every launch since the last ``log.clear()``
 approximation = 0  # at which end of their error approximate instructions are: -1, 0 (exact), 1
 mutate: Callable[[str], str] = lambda text: text  # PTX before it is run: for seeded faults
@@ -30,7 +35,7 @@ mutate: Callable[[str], str] = lambda text: text  # PTX before it is run: for se
 _programs: dict[str, Program] = {}
 _memory: list[Allocation] = []  # of the launch under way
 _errors: list[BaseException] = []  # of the launch under way: an exception cannot pass through C
-_TABLES = ("*i64", "*u64")  # pointers to numbers that may be addresses
+_LEAST_ADDRESS = 1 << 32  # larger numbers in an int64 tensor are taken for addresses
 
 
 class _Config(ctypes.Structure):
@@ -59,14 +64,13 @@ def install(arch: str, slots: int = 3) -> None:
     """Run this process's launches on CPU tensors here, as on ``arch`` with ``slots`` multiprocessors.
 
     Before anything has been launched, and for the life of the process. Raises RuntimeError without a C compiler,
-    ValueError for an ``arch`` that is no NVIDIA target.
+    ValueError for an ``arch`` that is not in ARCHS.
     """
-    backend, number, _ = TARGETS.get(arch, ("", 0, 0))
-    capability = int(number) if backend == "cuda" else 0
-    if not capability:
-        known = ", ".join(name for name, (kind, _, _) in TARGETS.items() if kind == "cuda")
-        raise ValueError(f"arch={arch!r}: PTX is emulated for {known}")
+    if arch not in ARCHS:
+        raise ValueError(f"arch={arch!r}: PTX is emulated for {', '.join(ARCHS)}")
+    capability = ARCHS[arch]
     folder = tempfile.mkdtemp(prefix="shardfuse-stub-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["TRITON_LIBCUDA_PATH"] = folder
     library = stub_cuda.build(Path(folder))
     stub = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -121,6 +125,7 @@ def _launcher(base: Any) -> Any:
         def __call__(self, *arguments: Any) -> None:
             # Grid, stream, function and metadata; then the kernel's arguments.
             given = arguments[len(arguments) - len(self.kinds) :]
+            _errors.clear()
             _memory[:] = _allocations(list(_paired(self.kinds, given)))
             before = _allocation._allocator.get()
             triton.set_allocator(_recorded(before))
@@ -157,7 +162,7 @@ def _allocations(arguments: list[tuple[str, Any]]) -> list[Allocation]:
         for number, (kind, value) in enumerate(arguments)
         if kind.startswith("*") and value is not None
     ]
-    if any(kind in _TABLES for kind, _ in arguments):
+    if any(_is_table(value) for _, value in arguments):
         whole = _storages()
         ends = [(each.address, each.address + each.size) for each in whole]
         apart = [
@@ -165,6 +170,12 @@ def _allocations(arguments: list[tuple[str, Any]]) -> list[Allocation]:
         ]
         return whole + apart
     return found
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a kernel may reach other tensors through this one."""
+    wide = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.uint64) and value.numel()
+    return bool(wide and value.view(torch.int64).abs().max() >= _LEAST_ADDRESS)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -175,7 +186,11 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 def _storages() -> list[Allocation]:
     found = {}
     for each in gc.get_objects():
-        if type(each) is torch.Tensor and each.device.type == "cpu" and each.layout is torch.strided:
+        if (
+            type(each) in (torch.Tensor, torch.nn.Parameter)
+            and each.device.type == "cpu"
+            and each.layout is torch.strided
+        ):
             storage = each.untyped_storage()
             if storage.nbytes():
                 name = f"a tensor {tuple(each.shape)}"

@@ -45,8 +45,18 @@ class Lanes:
             self.reports.add(name, where, int((~guard[source] & guard).sum()))
         return value[source], good
 
-    def reduce(self, operation: str, value: Array, guard: Guard) -> Array:
-        """redux.sync of whole numbers, over the lanes that take part."""
+    def check_whole(self, guard: Guard, threads: int, what: str, where: int) -> None:
+        """Report where a part of a warp, or of a warp group, runs what all of it must."""
+        if guard is not None:
+            active = guard.reshape(-1, threads)
+            parts = active.any(1) & ~active.all(1)
+            if parts.any():
+                self.reports.add(f"{what} by a part of its threads", where, int(parts.sum()))
+
+    def reduce(self, operation: str, value: Array, whole: bool, guard: Guard, where: int) -> Array:
+        """redux.sync of integers, over the lanes that take part; ``whole``: its mask names all."""
+        if whole:
+            self.check_whole(guard, 32, "redux", where)
         grouped = value.reshape(-1, 32)
         function = np.bitwise_xor if operation == "xor" else _REDUCE[operation]
         if guard is not None:
@@ -64,7 +74,8 @@ class Lanes:
         return np.repeat(first, 32).astype(u4), found.reshape(-1)
 
     def _rows(self, address: Array, count: int, guard: Guard, where: int, what: str) -> tuple[Array, Array, Array]:
-        """(warps, where the rows of their matrices begin [warps, count, 8], the warp of each)."""
+        """(warps, where the rows of their matrices begin [warps, count, 8], the warp of each), of whole warps."""
+        self.check_whole(guard, 32, "a matrix access", where)
         rows = address.reshape(-1, 32)[:, : 8 * count]
         warps = np.arange(len(rows)) if guard is None else np.flatnonzero(guard.reshape(-1, 32).all(1))
         each = np.repeat(warps, 8 * count)
@@ -101,8 +112,9 @@ class Lanes:
             else:
                 self.shared.views[4][first[:, k, _LANE // 4] // 4 + _LANE % 4] = value
 
-    def mma(self, shape: str, kind_a: str, kind_b: str, a: Any, b: Any, c: Any) -> Array:
+    def mma(self, shape: str, kind_a: str, kind_b: str, a: Any, b: Any, c: Any, guard: Guard, where: int) -> Array:
         """m16n8: rows of A over lane / 4, its columns and the rows of B over lane % 4, both over registers also."""
+        self.check_whole(guard, 32, "mma", where)
         warps, k, each = self.n // 32, int(shape.partition("k")[2]), 4 // ITEMSIZE[kind_a]
         half = k // (4 * each)  # registers along K
         a = numbers(np.stack(a).reshape(half, 2, warps, 8, 4)[..., None], kind_a)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .machine import Launch
-from .memory import Allocation
+from .memory import Allocation, Reports
 from .parse import BITS, parse
 from .program import Program
 
@@ -46,12 +46,17 @@ def execute(
         raise ValueError(f"{kernel.name} takes {len(kernel.params)} parameters, and {len(parameters)} were given")
     result, begun = Result(kernel.name, grid, kernel.threads), time.perf_counter()
     ids = [(x, y, z) for z, y, x in itertools.product(*map(range, reversed(grid)))]
-    per = max(1, lanes // kernel.threads)
-    for at in range(0, len(ids), per):
-        launch = Launch(program, grid, ids[at : at + per], parameters, allocations, shared, end)
-        launch.run()
+    # Blocks that wait for each other run side by side, all of them.
+    per = len(ids) if program.waits_for_others else max(1, lanes // kernel.threads)
+    reports = Reports(kernel)
+    for at in range(0, len(ids), per or 1):
+        launch = Launch(program, grid, ids[at : at + per], parameters, allocations, shared, reports, end)
+        try:
+            launch.run()
+        except (RuntimeError, TimeoutError) as error:
+            raise RuntimeError("; ".join([str(error), *reports.lines()])) from error
         result.executed += launch.executed
-        result.reports += [line for line in launch.reports.lines() if line not in result.reports]
+    result.reports = reports.lines()
     result.seconds = time.perf_counter() - begun
     return result
 

@@ -47,6 +47,7 @@ class Launch(Lanes, TensorCopies, WarpGroups):
         parameters: list[int],
         allocations: Sequence[Allocation],
         shared: int,
+        reports: Reports,
         end: int = 0,
     ) -> None:
         kernel = program.kernel
@@ -63,7 +64,7 @@ class Launch(Lanes, TensorCopies, WarpGroups):
         for k, axis in enumerate("xyz"):
             setattr(self, f"ctaid_{axis}", np.array([block[k] for block in ids], u4)[self.block])
             setattr(self, f"nctaid_{axis}", np.full(self.n, grid[k], u4))
-        self.reports = Reports(kernel)
+        self.reports = reports
         self.globals = Global(allocations, self.reports)
         self.shared = Shared(self.blocks, shared, self.warps, program.granule, SHARED_BASE, self.reports)
         self.R = [np.full(self.n, *_POISON[bits]) for bits in kernel.registers.values()]
@@ -83,6 +84,8 @@ class Launch(Lanes, TensorCopies, WarpGroups):
         until = time.monotonic() + limit_s
         with np.errstate(all="ignore"):
             self._run(until)
+        for copy in self.pending:
+            self.reports.add("a copy that is never waited for", copy["where"])
         self.end_copies()
         self.end_products()
 
@@ -225,7 +228,7 @@ class Launch(Lanes, TensorCopies, WarpGroups):
             given[np.flatnonzero(reads)[~good]] = 0
         self.pending.append(
             {"threads": chosen, "first": first, "source": source, "given": given, "group": self.committed[chosen]}
-            | {"size": size}
+            | {"size": size, "where": where}
         )
 
     def commit(self, guard: Guard) -> None:

@@ -1,4 +1,4 @@
-"""Memory of a launch, every access checked as NVIDIA's compute-sanitizer would.
+"""Memory of a launch, with checks like those of NVIDIA's compute-sanitizer.
 
 Global memory is the host's own: an access must lie in one allocation and be aligned. Shared memory is divided into
 granules of the narrowest access that the kernel makes. Each has a state, and the clocks of its last writer and of its
@@ -62,7 +62,8 @@ class Global:
         self.reports = reports
         self.allocations = sorted(each for each in allocations if each.size)
         self.starts = np.array([each.address for each in self.allocations], u8)
-        self.ends = np.array([each.address + each.size for each in self.allocations], u8)
+        # Views of one tensor may lie within each other.
+        self.ends = np.maximum.accumulate(np.array([each.address + each.size for each in self.allocations], u8))
         # One view from the lowest to the highest: only addresses that were checked are looked up in it.
         self.base = int(self.starts[0]) & ~4095 if self.allocations else 4096
         size = (int(self.ends.max()) - self.base + 4095) & ~4095 if self.allocations else 0
@@ -75,7 +76,8 @@ class Global:
             self.reports.add(f"{what} outside every allocation", where, len(address), hex(int(address[0])))
             return np.zeros(len(address), bool)
         index = np.searchsorted(self.starts, address, "right") - 1
-        good = (index >= 0) & (address + u8(width) <= self.ends[index])
+        # Not their sum, which may pass 2^64.
+        good = (index >= 0) & (address < self.ends[index]) & (self.ends[index] - address >= u8(width))
         if not good.all():
             self.reports.add(
                 f"{what} outside every allocation", where, int((~good).sum()), self._near(address[~good][0])

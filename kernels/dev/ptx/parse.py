@@ -94,7 +94,7 @@ class Kernel:
     target: str  # "sm_90a"
     threads: int  # of a block
     params: list[tuple[str, str]]  # (type, name), in order
-    shared: list[str]  # the names of shared variables: all stand for the start of dynamic shared memory
+    shared: list[str]  # the names of shared variables
     registers: dict[str, int] = field(default_factory=dict)  # name -> bits
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)

@@ -32,6 +32,8 @@ class Program:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
+        if len(set(kernel.shared)) > 1:
+            raise NotImplementedError(f"{kernel.name}: several shared variables: {', '.join(kernel.shared)}")
         self.translator = Translator(kernel, dict.fromkeys(kernel.shared, SHARED_BASE))
         self.params = {name: i for i, (_, name) in enumerate(kernel.params)}
         self.granule = min([4, *(_width(i) for i in kernel.code if _is_shared(i))])
@@ -67,7 +69,7 @@ class Program:
         start, end = self.ranges[number]
         early, lines = self._touched_early(start, end), ["def step(S, R, m):"]
         for n in range(start, end):
-            lines += [f"    S.wgmma_serialise({n})"] if n in early else []
+            lines += [f"    S.wait_for_registers({early[n]}, {n})"] if n in early else []
             try:
                 lines += [f"    {line}" for line in self._lines(n, masked)]
             except Unknown as error:
@@ -98,24 +100,24 @@ class Program:
         address: Any = i.args[1]
         return f"{self.params[address.base.name]}, '{i.parts[-1]}', {address.offset}"
 
-    def _touched_early(self, start: int, end: int) -> set[int]:
-        """Instructions of a block that touch registers that a wgmma under way still writes.
+    def _touched_early(self, start: int, end: int) -> dict[int, list[int]]:
+        """Instructions of a block that touch registers which a wgmma before them may still write, and which registers.
 
         The PTX ISA leaves that undefined; ptxas waits there (its advisories C7510 and following), and Triton relies on
         it where each step's product is added to sums of their own. It is looked for within a basic block.
         """
         under_way: set[str] = set()
-        found = set()
+        found = {}
         for n in range(start, end):
             i = self.kernel.code[n]
             if i.opcode.startswith("wgmma.wait_group") and i.args[0] == Immediate(0):
                 under_way.clear()
             own = registers_of(i.args[0]) if i.opcode.startswith("wgmma.mma_async") else set()
-            touched = registers_of(i.args[1:] if own else i.args)
-            if touched & under_way or (own & under_way and not own <= under_way):
-                found.add(n)
-                under_way.clear()
-            under_way |= own
+            touched = registers_of(i.args[1:] if own else i.args) & under_way
+            touched |= own & under_way if not own <= under_way else set()
+            if touched:
+                found[n] = sorted(self.translator.index[name] for name in touched)
+            under_way = (under_way - touched) | own
         return found
 
 

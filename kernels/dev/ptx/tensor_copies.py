@@ -90,15 +90,20 @@ class TensorCopies:
 
     def start_copies(self) -> None:
         self._barriers: dict[tuple[int, int], Barrier] = {}
-        self._stores: list[tuple[int, int, Callable[[], None]]] = []  # (thread, its bulk group, what lands)
+        self._stores: list[tuple[int, int, Callable[[], None], int]] = []  # (thread, its bulk group, what lands, where)
         self._bulk = np.zeros(self.n, np.int64)  # bulk groups that each thread has committed
         self._boxes: dict[Any, Any] = {}
         self._tried: set[Any] = set()
+        self._last_load = 0  # the instruction
         self._given_up = 0  # times since the last arrival or copy
 
     def end_copies(self) -> None:
-        for _, _, land in self._stores:
+        for _, _, land, _ in self._stores:
             land()
+        for _, _, _, where in self._stores:
+            self.reports.add("a tensor copy that is never waited for", where)
+        if any(barrier.copies for barrier in self._barriers.values()):
+            self.reports.add("a tensor copy into shared memory that is never waited for", self._last_load)
 
     # ---------------------------------------------------------------------------------------------------- descriptors
 
@@ -117,13 +122,18 @@ class TensorCopies:
         """tensormap.cp_fenceproxy: to global memory, by a whole warp."""
         chosen = self.threads_of(guard)
         for t in chosen[np.unique(self.warp[chosen], return_index=True)[1]]:
-            at = int(self.block[t]) * self.shared.pitch + int(source[t])
+            placed, good = self.shared.place(source[t : t + 1], _DESCRIPTOR, self.block[t : t + 1], where, "read")
+            if not good.all():
+                continue
+            at = int(placed[0])
             self.shared.note_read(np.array([at]), _DESCRIPTOR, self.warp[t : t + 1], where)
             if self.globals.check(to[t : t + 1], _DESCRIPTOR, where, "write of a descriptor").all():
                 start = int(to[t]) - self.globals.base
                 self.globals.bytes[start : start + _DESCRIPTOR] = self.shared.bytes[at : at + _DESCRIPTOR]
 
-    def _tensor(self, address: int, where: int) -> Tensor:
+    def _tensor(self, address: int, where: int) -> Tensor | None:
+        if not self.globals.check(np.array([address], u8), _DESCRIPTOR, where, "read of a descriptor").all():
+            return None
         start = address - self.globals.base
         raw = self.globals.bytes[start : start + _DESCRIPTOR].tobytes()
 
@@ -189,9 +199,9 @@ class TensorCopies:
             self._barriers[int(self.block[t]), int(address[t])] = Barrier(int(counts[t]), self.warps)
 
     def end_barrier(self, address: Array, guard: Guard, where: int) -> None:
-        for t in self.threads_of(guard):
-            first = np.array([int(self.block[t]) * self.shared.pitch + int(address[t])])
-            self.shared.note_write(first, 8, self.warp[t : t + 1], where)
+        chosen, first = self.shared_places(address, 8, guard, where, "write")
+        self.shared.note_write(first, 8, self.warp[chosen], where)
+        for t in chosen:
             ended = self._barriers.pop((int(self.block[t]), int(address[t])), None)
             if ended is not None and ended.copies:
                 self.reports.add("an mbarrier that ends with copies under way", where)
@@ -253,6 +263,8 @@ class TensorCopies:
     ) -> None:
         for t in self.threads_of(guard):
             tensor = self._tensor(int(descriptor[t]), where)
+            if tensor is None:
+                continue
             address, inside, offsets = self._box(tensor, [int(each[t]) for each in corner])
             inside[inside] = self.globals.check(address[inside], tensor.itemsize, where, "tensor copy's read")
             block, warp, start = int(self.block[t]), int(self.warp[t]), int(to[t])
@@ -271,6 +283,7 @@ class TensorCopies:
             self.shared.bytes[placed[0] : placed[0] + total] = 0xFF
             tile = block * self.shared.pitch + swizzled(start + offsets, tensor.swizzle)
             source = np.where(inside, self.globals.index(address, tensor.itemsize), 0)
+            self._last_load = where
             barrier.copies.append(partial(self._land_tile, barrier, tensor.itemsize, source, inside, tile, lines, warps,
                                           self.shared.tick(warp)))  # fmt: skip
         self._advance()
@@ -296,6 +309,8 @@ class TensorCopies:
     def store_tensor(self, descriptor: Array, corner: list[Array], source: Array, guard: Guard, where: int) -> None:
         for t in self.threads_of(guard):
             tensor = self._tensor(int(descriptor[t]), where)
+            if tensor is None:
+                continue
             size = tensor.itemsize
             address, inside, offsets = self._box(tensor, [int(each[t]) for each in corner])
             inside[inside] = self.globals.check(address[inside], size, where, "tensor copy's write")
@@ -313,7 +328,7 @@ class TensorCopies:
             into = self.globals.index(address[inside], size)
 
             land = partial(self._store_tile, size, tile, into, lines, warps, where)
-            self._stores.append((int(t), int(self._bulk[t]), land))
+            self._stores.append((int(t), int(self._bulk[t]), land, where))
 
     def _store_tile(self, size: int, tile: Array, into: Array, lines: Array, warps: Array, where: int) -> None:
         self.shared.note_unit_read(lines, _LINE, warps, where)
@@ -326,11 +341,11 @@ class TensorCopies:
     def wait_stores(self, most: int, guard: Guard) -> None:
         """For all but the ``most`` latest bulk groups of each thread. With .read, too, they end there."""
         left = []
-        for thread, group, land in self._stores:
+        for thread, group, land, where in self._stores:
             if (guard is None or guard[thread]) and group <= self._bulk[thread] - 1 - most:
                 land()
             else:
-                left.append((thread, group, land))
+                left.append((thread, group, land, where))
         self._stores = left
 
     def fence_proxy(self, guard: Guard) -> None:

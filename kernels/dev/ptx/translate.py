@@ -258,6 +258,8 @@ class Translator:
 
     def _packed(self, i: Instruction, half: str) -> str:
         base, registers = i.parts[0], [self.array(each, "b32") for each in i.args[1:]]
+        if set(i.parts[1:-1]) - {"rn"}:
+            raise Unknown(i.opcode)
         if base in ("add", "sub", "mul", "fma"):
             return f"A.packed('{base}', [{', '.join(registers)}], '{half}')"
         if base == "abs":
@@ -297,6 +299,8 @@ class Translator:
             raise Unknown(i.opcode)
         a, b = self.array(args[1], kind), self.source(args[2], kind)
         if kind in _FLOATS:
+            if "ftz" in i.parts:
+                a, b = f"A.flush({a})", f"A.flush({b})"
             return [self.put(args[0], _compared(i, a, b), "pred", guard)]
         operator = (_COMPARE | _UNSIGNED).get(compare)
         if operator is None:
@@ -306,7 +310,9 @@ class Translator:
     def _cvt(self, i: Instruction, guard: str | None) -> str:
         *mods, to, of = i.parts[1:]
         args = i.args
-        if to in _HALVES and of == "f32":
+        if set(mods) - {"rn", "ftz", "satfinite", *_ROUND_TO_INTEGER} or ("ftz" in mods and of != "f32"):
+            raise Unknown(i.opcode)
+        if to in _HALVES and of == "f32" and mods == ["rn"]:
             high, low = self.array(args[1], "f32"), self.array(args[2], "f32")
             return self.put(args[0], f"A.pair({low}, {high}, '{_HALVES[to]}')", "b32", guard)
         if to == "f16x2" and of in ("e4m3x2", "e5m2x2"):
@@ -317,9 +323,9 @@ class Translator:
             values = [self.array(each, "f32") for each in args[1:]] if of == "f32" else []
             if of == "f16x2":
                 values = [f"*reversed(A.halves({self.array(args[1], 'b32')}, 'f16'))"]
-            if values and "relu" not in mods:
+            if values:
                 return self.put(args[0], f"A.packed_fp8({', '.join(values)}, '{to[:-2]}')", "b16", guard)
-        if to not in BITS or of not in BITS or {"sat", "relu", "satfinite"} & set(mods) or "f64" in (to, of):
+        if to not in BITS or of not in BITS or "satfinite" in mods or "f64" in (to, of):
             raise Unknown(i.opcode)
         a = self.array(args[1], of)
         if of in _FLOATS:

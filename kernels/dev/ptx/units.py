@@ -53,8 +53,10 @@ def _access(t: Translator, n: int, i: Instruction, guard: str | None) -> list[st
     space = next((part.partition("::")[0] for part in i.parts if part.startswith(("shared", "global"))), None)
     if space is None:
         raise Unknown(f"the state space of {i.opcode}")
-    place, value = (i.args[1], i.args[0]) if loading else i.args
+    place, value = (i.args[1], i.args[0]) if loading else i.args[:2]
     items = value.items if isinstance(value, Vector) else (value,)
+    if BITS[kind] > 64 or len(items) != i.count:
+        raise Unknown(i.opcode)
     address, size = t.address(place, "u32" if space == "shared" else "u64"), BITS[kind] // 8
     if loading:
         signed = f".view(i{size})" if kind[0] == "s" else ".view(f4)" if kind == "f32" else ""
@@ -67,7 +69,7 @@ def _access(t: Translator, n: int, i: Instruction, guard: str | None) -> list[st
 def _atomic(t: Translator, n: int, i: Instruction, guard: str | None) -> list[str]:
     kind = i.parts[-1]
     operation = next((part for part in i.parts if part in _OPERATIONS), None)
-    if operation is None or not any(part == "global" for part in i.parts) or kind[0] == "f":
+    if operation is None or not any(part == "global" for part in i.parts) or kind[0] not in "bsu" or kind[:2] == "bf":
         raise Unknown(i.opcode)
     into, (where, *values) = (i.args[0], i.args[1:]) if i.parts[0] == "atom" else (Symbol("_"), i.args)
     given = ", ".join(t.array(each, kind) for each in values)
@@ -85,7 +87,8 @@ def _across(t: Translator, n: int, i: Instruction, guard: str | None) -> list[st
     if base == "redux":
         if parts[-1] == "f32":
             raise Unknown(i.opcode)
-        call = f"S.reduce('{parts[2]}', {t.array(args[1], parts[-1])}, {guard})"
+        whole = isinstance(args[2], Immediate) and args[2].value & 0xFFFFFFFF == 0xFFFFFFFF
+        call = f"S.reduce('{parts[2]}', {t.array(args[1], parts[-1])}, {whole}, {guard}, {n})"
         return [t.put(args[0], call, parts[-1], guard)]
     if base == "elect":
         found = [f"t = S.elect({guard})", t.put(args[0], "t[0]", "b32", guard)]
@@ -101,7 +104,7 @@ def _across(t: Translator, n: int, i: Instruction, guard: str | None) -> list[st
     if parts[4:6] != ["row", "col"] or parts[6] != "f32":
         raise Unknown(i.opcode)
     a, b, c = ("[" + ", ".join(t.array(each, "b32") for each in _items(operand)) + "]" for operand in args[1:])
-    found = [f"t = S.mma('{parts[3]}', '{parts[7]}', '{parts[8]}', {a}, {b}, {c})"]
+    found = [f"t = S.mma('{parts[3]}', '{parts[7]}', '{parts[8]}', {a}, {b}, {c}, {guard}, {n})"]
     return found + [t.put(each, f"t[{k}]", "b32", guard) for k, each in enumerate(_items(args[0]))]
 
 

@@ -56,6 +56,7 @@ class WarpGroups:
     reports: Reports
     shared: Shared
     threads_of: Callable[[Guard], Array]
+    check_whole: Callable[..., None]
 
     def start_products(self) -> None:
         self._products: list[Product] = []
@@ -112,6 +113,7 @@ class WarpGroups:
         where: int,
     ) -> None:
         """Begin a product in each warp group that takes part."""
+        self.check_whole(guard, _GROUP, "wgmma", where)
         for group in self._groups(guard):
             first = int(group) * _GROUP
             threads = slice(first, first + _GROUP)
@@ -148,12 +150,15 @@ class WarpGroups:
                 left.append(product)
         self._products = left
 
-    def wgmma_serialise(self, where: int) -> None:
-        """A register is touched that a product under way writes: ptxas waits for all of them there."""
-        self.reports.add("note: a wgmma's registers are touched before its wait; ptxas waits there", where)
-        for product in self._products:
+    def wait_for_registers(self, registers: list[int], where: int) -> None:
+        """Registers are touched: where products under way write them, ptxas waits for those and all before them."""
+        wanted = set(registers)
+        last = max((k for k, each in enumerate(self._products) if wanted & set(each.registers)), default=-1)
+        if last >= 0:
+            self.reports.add("note: a wgmma's registers are touched before its wait; ptxas waits there", where)
+        for product in self._products[: last + 1]:
             self._finish(product)
-        self._products = []
+        self._products = self._products[last + 1 :]
 
     def _finish(self, product: Product) -> None:
         held, product.held = product.held, []
