@@ -112,7 +112,7 @@ class Launch(Lanes, TensorCopies, WarpGroups):
                 if not self.waiting.any() and not self.stalled.any():
                     return
                 if not self._release(at) and not self.give_up():
-                    raise RuntimeError(f"{self.program.kernel.name}: deadlock: threads wait for what nobody will do")
+                    raise RuntimeError(f"{self.program.kernel.name}: deadlock: every thread waits or has ended")
                 continue
             b = int(at[ready].min())
             again = again + 1 if b == last else 0

@@ -18,7 +18,7 @@ from .parse import Kernel
 
 u1, u4, u8 = np.uint8, np.uint32, np.uint64
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-NEVER, WRITTEN, UNDER_WAY = 0, 1, 2  # states of a granule: the last is the target of a copy that nobody waited for
+NEVER, WRITTEN, UNDER_WAY = 0, 1, 2  # states of a granule; UNDER_WAY: no thread has waited for the copy into it
 _MOST_REPORTS = 50
 _POISON = 0xFF  # NaN in every format
 
