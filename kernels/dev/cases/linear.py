@@ -146,8 +146,9 @@ def _launch_projection(size: shapes.Projection) -> None:
     x = torch.empty(size.T, size.D, dtype=BF16, device="meta")
     weights = tuple(x.new_empty(width, size.D) for width in size.widths)
     biases = tuple(x.new_empty(width) if size.bias else None for width in size.widths)
-    found = launch.linear_act_fwd(x, weights, biases, None, size.activation, size.activation != "identity")
-    ys = found[: len(weights)]
+    ys = launch.linear_act_fwd(x, weights, biases, None, size.activation, False)
+    if size.activation != "identity":
+        launch.linear_act_fwd(x, weights, biases, None, size.activation, True)
     launch.linear_dgrad(tuple(ys), weights)
     launch.linear_wgrad(tuple(ys), x, [size.bias] * len(weights))
 

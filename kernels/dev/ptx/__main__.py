@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from .. import registry
-from ..registry import Case, OpSpec
-from . import driver
+from ..registry import OpSpec
+from . import driver, models
 
 _ENDS = {"exact": 0, "up": 1, "down": -1}
 
@@ -30,9 +30,10 @@ def main() -> int:
         part, parts = map(int, options.part.split("/"))
     except ValueError as error:
         parser.error(str(error))
-    found = [(spec, case) for spec in specs for case in spec.tagged("test") if options.case in case.name]
+    chosen = models.cases if options.models else _test_cases
+    found = [(spec, small) for spec in specs for small in chosen(spec) if options.case in small.name]
     if not found:
-        parser.error(f"no test case of {options.op or 'any op'} has {options.case!r} in its name")
+        parser.error(f"no case of {options.op or 'any op'} has {options.case!r} in its name")
     if not 1 <= part <= parts:
         parser.error(f"--part {options.part}: expected I/N with 1 <= I <= N")
     driver.install(options.arch, options.slots)
@@ -50,8 +51,8 @@ def main() -> int:
         driver.mutate = remove
     torch.set_num_threads(1)
     wrong = 0
-    for spec, case in found[part - 1 :: parts]:
-        answer = emulate(spec, case)
+    for spec, small in found[part - 1 :: parts]:
+        answer = emulate(spec, small)
         wrong += not answer["ok"]
         print(json.dumps(answer) if options.json else _line(answer), flush=True)
     if options.remove and not removed:
@@ -59,20 +60,26 @@ def main() -> int:
     return bool(wrong)
 
 
-def emulate(spec: OpSpec, case: Case) -> dict[str, Any]:
+def _test_cases(spec: OpSpec) -> list[models.Small]:
+    return [models.Small(case.name, case) for case in spec.tagged("test")]
+
+
+def emulate(spec: OpSpec, small: models.Small) -> dict[str, Any]:
     """How a case went: ``ok``, ``why`` not, the largest error as a share of its budget, and every report."""
-    answer: dict[str, Any] = {"op": spec.name, "case": case.name, "ok": False, "why": "", "share": 0.0, "reports": []}
+    case = small.case
+    answer: dict[str, Any] = {"op": spec.name, "case": small.name, "ok": False, "why": "", "share": 0.0, "reports": []}
     driver.log.clear()
     begun = time.perf_counter()
     cpu = torch.device("cpu")
     try:
-        outputs = spec.run(spec.make_inputs(case, cpu, 1), case, "triton")
+        with models.configured(small):
+            outputs = spec.run(spec.make_inputs(case, cpu, 1), case, "triton")
     except Exception as error:
         return answer | {"why": f"{type(error).__name__}: {error}"}
     answer["seconds"] = round(time.perf_counter() - begun, 2)
     low = spec.run(spec.make_inputs(case, cpu, 1), case, "reference")
     oracle = spec.run(registry.to_double(spec.make_inputs(case, cpu, 1)), case, "reference")
-    verdicts = [spec.judge(case, name, out, low[name], oracle[name]) for name, out in outputs.items()]
+    verdicts = [spec.judge(case, name, out, low[name], oracle[name], **small.rounded) for name, out in outputs.items()]
     found = Counter(report for result in driver.log for report in result.reports)
     answer["reports"] = list(found)
     answer["launches"] = Counter(result.kernel for result in driver.log)
@@ -103,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--op", default="", help="default: every op")
     parser.add_argument("--case", default="", help="cases whose name holds this")
+    parser.add_argument(
+        "--models", action="store_true", help="in place of test cases, those of models, made small: deep pipelines"
+    )
     parser.add_argument("--arch", choices=list(driver.ARCHS), default="sm_90")
     parser.add_argument(
         "--slots", type=int, default=3, help="multiprocessors (default: 3, so that programs have several tiles)"

@@ -1,0 +1,69 @@
+"""The cases of models made small: they launch what is built for the models, in the same configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from shardfuse.kernels.dev import registry
+from shardfuse.kernels.dev.cases import comm, linear, linear_builds, linear_fused
+from shardfuse.kernels.dev.ptx import models
+from shardfuse.kernels.dev.registry import Case
+from shardfuse.kernels.runtime import device
+from shardfuse.kernels.runtime.dispatch import triton_version
+
+pytestmark = [
+    pytest.mark.codegen,
+    pytest.mark.skipif(triton_version() is None, reason="Triton is not installed"),
+]
+
+LAUNCHES: dict[str, Callable[[Case], None]] = {
+    "linear_act": linear._launch,
+    "gated_linear": linear_fused._gated_launch,
+    "dgrad_act": linear_fused._dgrad_act_launch,
+    "dgrad_gated": linear_fused._dgrad_gated_launch,
+    "wgrad_accumulate": linear_fused._wgrad_launch,
+    "all_gather_linear": comm._gather_launch,
+    "linear_reduce_scatter": comm._send_launch,
+}
+# What only ranks on machines of their own launch: the products of their backward, and the wait that stands alone.
+APART = ("gather", "wait", "-send")
+
+
+def _products(op: str, arch: str) -> Iterator[tuple[models.Small, list[device.Launch]]]:
+    for small in models.cases(registry.op(op)):
+        with models.configured(small), device.capture(arch, tf32=small.tf32) as launches:
+            LAUNCHES[op](small.case)
+        yield small, launches
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("op", LAUNCHES)
+def test_every_build_of_a_product_is_launched(op: str, arch: str):
+    built = {build.config for build in registry.op(op).builds(arch)}
+    launched = {linear_builds.build_of(op, each, arch).config for _, found in _products(op, arch) for each in found}
+    missing = built - launched
+    assert not [name for name in missing if not any(part in name for part in APART)]
+    assert len(missing) <= 4
+    assert len(built & launched) >= 4
+
+
+@pytest.mark.parametrize("op", LAUNCHES)
+def test_pipelines_are_refilled(op: str):
+    """A stage is filled again only in a loop of more steps than there are stages; a sum over few tokens has none."""
+    products = [each for _, found in _products(op, "sm_90") for each in found if each.gemm is not None]
+    long = [each for each in products if each.config.split_k == 1 and (each.gemm.layout != "tn" or each.gemm.K > 256)]
+    shallow = [each for each in long if -(-each.gemm.K // each.config.block_k) < each.config.num_stages + 2]
+    assert len(long) >= 2
+    assert not shallow
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_every_build_of_attention_is_launched(arch: str):
+    from shardfuse.kernels.dev.cases import paged_builds
+
+    spec = registry.op("paged_attention")
+    small = [each.case for each in models.cases(spec)]
+    launched = {build.config for build in paged_builds.collect(arch, small)}
+    assert {build.config for build in spec.builds(arch)} == launched
