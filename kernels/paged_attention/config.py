@@ -149,7 +149,8 @@ def _tile(problem: Problem, rows: int) -> AttentionConfig:
         all_rows = rows == 32 and not problem.fenced  # prefill as well, with all that it may be asked for
         if chip.matrix == "tcgen05" and not wide:
             warps = 2 if padded and rows == 16 else 4
-            return AttentionConfig(rows, 16 if all_rows and not small else 32, warps, _STAGES, per_sm=3)
+            few = (all_rows and not small) or (padded and not problem.fenced)  # keys may come through registers
+            return AttentionConfig(rows, 16 if few else 32, warps, _STAGES, per_sm=3)
         narrow = wide or (all_rows and problem.tree) or (chip.spills_early and _quantised(problem))
         warps = 8 if chip.spills_early and padded else 4
         return _within(problem, AttentionConfig(rows, 32 if narrow else 64, warps, _STAGES, per_sm=3), programs=2)

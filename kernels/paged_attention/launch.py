@@ -11,7 +11,7 @@ import torch
 import triton
 
 from ..runtime import alloc, device, fences, tuning
-from ..runtime.chips import converts_e4m3
+from ..runtime.chips import converts_e4m3, multiplies_asynchronously
 from . import plan_triton
 from . import triton as kernels
 from .config import Problem, forced
@@ -94,9 +94,26 @@ def problem_of(tensors: Tensors, options: AttentionOptions, invariant: bool, bou
         None if bounds.max_query_len is None else triton.next_power_of_2(bounds.max_query_len * group),
         None if bounds.max_seq_len is None else triton.next_power_of_2(bounds.max_seq_len),
         forced.config,
-        # fp32 has no asynchronous product.
-        q.dtype == torch.float32 or fences.fenced(arch),
+        _fenced(arch, q, k_cache, v_cache),
     )
+
+
+def _fenced(arch: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether asynchronous products may read what cp.async copied (``runtime/fences.py``). fp32 has no such products.
+
+    Triton 3.7.1 fences the keys' product alone where only the values are copied, and the keys come through registers.
+    """
+    if q.dtype == torch.float32 or not multiplies_asynchronously(arch):
+        return True
+    if not fences.fenced(arch):
+        return False
+    alike = k_cache.stride() == v_cache.stride() and not (k_cache.data_ptr() | v_cache.data_ptr()) & 15
+    return alike or k_cache.dtype != q.dtype or _copied(k_cache) or not _copied(v_cache)
+
+
+def _copied(cache: torch.Tensor) -> bool:
+    """Whether the kernel is compiled for rows that begin at multiples of 16 elements, which cp.async can load."""
+    return not cache.data_ptr() & 15 and not any(stride & 15 for stride in cache.stride()[:3])
 
 
 def make_plan(tensors: Tensors, options: AttentionOptions, invariant: bool, bounds: Bounds) -> Plan:

@@ -139,6 +139,7 @@ SPEC = OpSpec(
     make_inputs=make_inputs,
     run=run,
     launched=_launched,
+    sums=lambda case, name: {"weights": FP32} if name == "losses" else {},
     sources=(
         *(f"cross_entropy/{name}.py" for name in ("triton", "launch", "schemas", "chunks", "op", "reference")),
         *SOURCES,  # of the products

@@ -41,8 +41,12 @@ def call(case: Case) -> tuple[Any, AttentionOptions]:
     def where(asked: object, x: torch.Tensor) -> torch.Tensor | None:
         return x if asked else None
 
-    kv_cache = tensor(sum(pages), kv_heads, block_size, h + hv, dtype=options.get("cache") or case.dtype)
-    scales = {None: None, "tensor": tensor(1), "token": tensor(*kv_cache.shape[:3])}[options.get("scales")]
+    slots, dtype = (sum(pages), kv_heads, block_size), options.get("cache") or case.dtype
+    if options.get("layout") == "pair":
+        k_cache, v_cache = (tensor(*slots, size, dtype=dtype) for size in (h, hv))
+    else:
+        k_cache, v_cache = tensor(*slots, h + hv, dtype=dtype).split((h, hv), dim=-1)
+    scales = {None: None, "tensor": tensor(1), "token": tensor(*slots)}[options.get("scales")]
     mods = AttentionOptions(
         1.0,
         options["causal"],
@@ -57,8 +61,8 @@ def call(case: Case) -> tuple[Any, AttentionOptions]:
     )
     tensors = (
         tensor(tokens, n, h, dtype=case.dtype),
-        kv_cache[..., :h],
-        kv_cache[..., h:],
+        k_cache,
+        v_cache,
         tensor(seqs, max(pages), dtype=torch.int32),
         tensor(seqs, dtype=torch.int32),
         tensor(seqs + 1, dtype=torch.int32),

@@ -30,7 +30,7 @@ def main() -> int:
         part, parts = map(int, options.part.split("/"))
     except ValueError as error:
         parser.error(str(error))
-    chosen = models.cases if options.models else _test_cases
+    chosen = {"": _test_cases, "some": models.some, "all": models.cases}[options.models]
     found = [(spec, small) for spec in specs for small in chosen(spec) if options.case in small.name]
     if not found:
         parser.error(f"no case of {options.op or 'any op'} has {options.case!r} in its name")
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--op", default="", help="default: every op")
     parser.add_argument("--case", default="", help="cases whose name holds this")
     parser.add_argument(
-        "--models", action="store_true", help="in place of test cases, those of models, made small: deep pipelines"
+        "--models", choices=["some", "all"], default="", help="cases of models made small, in place of test cases"
     )
     parser.add_argument("--arch", choices=list(driver.ARCHS), default="sm_90")
     parser.add_argument(

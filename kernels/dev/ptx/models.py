@@ -46,7 +46,7 @@ _STREAMED = {"D": 912, "F": 960, "K": 912, "N": 960}  # where weights stream pas
 _SMALL: dict[str, dict[str, int]] = {
     **dict.fromkeys(("linear_act", "gated_linear", "dgrad_act", "dgrad_gated", "wgrad_accumulate"), _PRODUCT),
     "scaled_linear": {"T": 784, "D": 800, "F": 832},  # a stage of fp8 has 128 of K
-    "linear_cross_entropy": {"T": 160, "D": 400, "V": 9232},  # wider than the widest block
+    "linear_cross_entropy": {"T": 128, "D": 400, "V": 9232},  # wider than the widest block
     "all_gather_linear": _REMOTE,
     "linear_reduce_scatter": _REMOTE,
     "all_reduce_rmsnorm": {"T": 17},
@@ -95,7 +95,29 @@ _PROJECTIONS: dict[str, dict[tuple[str, str, int], tuple[int, ...]]] = {
         ("llama3-8b", "o", 4): (1,),
     },
 }
-_CHUNK = 96  # tokens of a cross-entropy
+# A case or more for every kernel: what there is time for everywhere.
+_SOME: dict[str, tuple[str, ...]] = {
+    "linear_act": (
+        "llama3-8b-tp1-t8192-d4096-f14336-bf16-gelu_tanh",
+        "llama3-8b-tp1-t16-d4096-f14336-bf16-gelu_tanh",
+    ),
+    "gated_linear": ("t4096-d4096-f4096-bf16-relu",),
+    "dgrad_gated": ("t8192-d4096-f14336-bf16-silu-recompute_act",),
+    "wgrad_accumulate": ("t8192-d4096-f16384-bf16-bias-fp32",),
+    "scaled_linear": ("t16-d4096-f4096-bf16-product-row-nobias",),
+    "paged_attention": ("llama8b-bf16", "llama8b-invariant-bf16", "gemma-mixed-fp16"),
+    "rms_norm": ("t8192-d5120-bf16-residual_fp32-p_0.1",),
+    "layer_norm": ("t1024-d32768-bf16-residual_same",),
+    "rope": ("llama8b-b1-s8192-n32-k8-h128-bf16",),
+    "dropout": ("r8192-c4096-bf16-p0.1-residual",),
+    "write_kv": ("t64-k8-h128-p16-bf16-e4m3-written",),
+    "norm_rope_write_kv": ("t64-n32-k8-h128-p16-fp16-int8-written",),
+    "copy_blocks": ("32x256x8x16x256-e4m3-n64-dim1",),
+    "all_gather_linear": ("t8192-k8192-n3584-r8-bf16-activation_gelu_tanh",),
+    "linear_reduce_scatter": ("t4096-k5120-n5120-r4-fp16",),
+    "all_reduce_rmsnorm": ("t16-d4096-r2-bf16",),
+}
+_CHUNK = 64  # tokens of a cross-entropy
 _CONTEXT, _QUERIES = (1023, 130), (37, 5)  # of paged attention, in place of as many sequences alike
 
 
@@ -108,6 +130,11 @@ def cases(spec: OpSpec) -> list[Small]:
     for of, tokens in _PROJECTIONS.get(spec.name, {}).items():
         found += [_small_projection(spec, projection(*of, T)) for T in tokens]
     return found
+
+
+def some(spec: OpSpec) -> list[Small]:
+    """Of these a few, all kernels among them."""
+    return [each for each in cases(spec) if each.name in _SOME.get(spec.name, ())]
 
 
 def _runs(case: Case) -> bool:
