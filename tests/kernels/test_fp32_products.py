@@ -33,6 +33,7 @@ OPS = (
 )
 
 
+@pytest.mark.nightly  # compiled kernels that run in the emulator sum in fp32 always (tests/kernels/test_ptx_cases.py)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.usefixtures("fp32_products")
 def test_sums_in_fp32_keep_within_the_budget(op, monkeypatch):

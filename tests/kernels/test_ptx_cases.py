@@ -18,7 +18,11 @@ from shardfuse.kernels.dev import registry
 from shardfuse.kernels.runtime.dispatch import triton_version
 
 SIDE = os.environ.get("SHARDFUSE_SIDE_TRITON", "")
-FP8_ONLY = "scaled_linear"  # sm_80 has no fp8
+# But for casts, which have no loop.
+KERNELS = {"_gemm_kernel", "_act_grad_kernel", "_split_sum_kernel", "_norm_fwd_kernel", "_norm_bwd_kernel"}
+KERNELS |= {"_norm_bwd_wide_kernel", "_norm_params_kernel", "_norm_sum_kernel", "_reduce_kernel", "_rope_kernel"}
+KERNELS |= {"_plan_kernel", "_paged_attention_fwd_kernel", "_merge_kernel", "_write_kv_kernel", "_copy_blocks_kernel"}
+KERNELS |= {"_dropout_kernel", "_statistics_kernel", "_gradient_kernel"}
 
 pytestmark = [
     pytest.mark.codegen,
@@ -46,7 +50,7 @@ def _ran_and_are_right(answers: list[dict[str, Any]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("part", ["1/4", "2/4", "3/4", "4/4"])
+@pytest.mark.parametrize("part", ["1/2", "2/2"])
 def test_every_case_for_sm_90(part: str):
     number, parts = map(int, part.split("/"))
     cases = [(name, case.name) for name, spec in registry.ops().items() for case in spec.tagged("test")]
@@ -55,31 +59,30 @@ def test_every_case_for_sm_90(part: str):
     _ran_and_are_right(answers)
 
 
+def test_a_case_of_models_for_every_kernel():
+    """Loops that refill their pipelines, programs with several tiles; all cases are run nightly."""
+    answers = _emulated("--arch", "sm_90", "--models", "some")
+    _ran_and_are_right(answers)
+    assert {name for each in answers for name in each["launches"]} >= KERNELS
+
+
 def test_a_sample_for_sm_80():
-    answers = _emulated("--arch", "sm_80", "--part", "2/9")
-    assert len(answers) >= 20
-    _ran_and_are_right([each for each in answers if each["op"] != FP8_ONLY])
+    answers = _emulated("--arch", "sm_80", "--part", "2/12")
+    assert len(answers) >= 15
+    _ran_and_are_right(answers)
 
 
 @pytest.mark.skipif(
     not SIDE, reason="SHARDFUSE_SIDE_TRITON does not name a folder with another Triton (make test sets it)"
 )
 def test_a_sample_under_another_triton():
-    answers = _emulated("--arch", "sm_90", "--part", "3/9", triton=SIDE)
-    assert len(answers) >= 20
+    answers = _emulated("--arch", "sm_90", "--part", "3/12", triton=SIDE)
+    assert len(answers) >= 15
     _ran_and_are_right(answers)
 
 
-@pytest.mark.parametrize(
-    ("arch", "opcode", "fault"),
-    [
-        ("sm_80", "cp.async.wait_group", "shared read of a copy before its wait"),
-        ("sm_90", "bar.sync", "race: "),
-        ("sm_90", "mbarrier.arrive", ""),  # no phase ends: a deadlock
-    ],
-)
-def test_a_missing_instruction_is_found(arch: str, opcode: str, fault: str):
-    case = ("--arch", arch, "--op", "linear_act", "--case", "t100-d64-f64-bf16-identity-nobias")
-    [answer] = _emulated(*case, "--remove", opcode)
+def test_a_missing_instruction_is_found():
+    case = ("--arch", "sm_80", "--op", "linear_act", "--case", "t100-d64-f64-bf16-identity-nobias")
+    [answer] = _emulated(*case, "--remove", "cp.async.wait_group")
     assert not answer["ok"]
-    assert any(fault in report for report in answer["reports"]) or (not fault and "deadlock" in answer["why"])
+    assert any("shared read of a copy before its wait" in report for report in answer["reports"])

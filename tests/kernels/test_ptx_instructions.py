@@ -387,6 +387,17 @@ def test_parameters_and_places_in_the_grid():
         assert found[z, y, x, t].tolist() == [x, y, z, t, *common]
 
 
+def test_parameters_of_bytes():
+    """Of fp16 numbers, and of structures; integers narrower than a register are extended by their sign."""
+    body = addresses(1) + "ld.param.b16 %rs1, [k_param_1]; cvt.u32.u16 %r1, %rs1; ld.param.s16 %r2, [k_param_1];"
+    body += "ld.param.v2.b32 {%r3, %r4}, [k_param_2+8]; st.global.v4.b32 [%rd0], {%r1, %r2, %r3, %r4};"
+    text = kernel(body, ["ptr", "u16", "u64"]).replace("u16 k_param_1", "align 2 .b8 k_param_1[2]")
+    text = text.replace("u64 k_param_2", "align 8 .b8 k_param_2[16]")
+    found = np.zeros(4, "u4")
+    assert run(text, found, 0xBC01, 7 << 96 | 5 << 64 | 3) == []
+    assert found.tolist() == [0xBC01, 0xFFFFBC01, 5, 7]
+
+
 def test_an_unknown_instruction_is_named():
     with pytest.raises(NotImplementedError, match=r"frobnicate\.b32"):
         run(kernel("frobnicate.b32 %r1, %r2;", []))

@@ -5,14 +5,17 @@ Section numbers are those of the PTX ISA 8.7.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from ptx_text import FENCED, LANES, addresses, kernel, launched, moved, of_lane, swizzled, words
+from ptx_text import FENCED, LANES, PREFIX, addresses, kernel, launched, moved, of_lane, swizzled, words
 
+from shardfuse.kernels.dev import stub_cuda
 from shardfuse.kernels.dev.ptx.launch import run
 
 random.seed(22)
@@ -338,6 +341,95 @@ def test_tensor_stores(kind, box, wait):
     assert np.array_equal(matrix, expected)
 
 
+@pytest.mark.parametrize(
+    ("fence", "complete"),
+    [
+        (FENCED, True),
+        ("bar.sync 0; @%p1 fence.proxy.async.shared::cta;", True),  # by the warp that issues, of what it knows
+        ("bar.sync 0; @!%p1 fence.proxy.async.shared::cta; bar.sync 0;", True),  # by others, and it knows
+        ("bar.sync 0; @!%p1 fence.proxy.async.shared::cta;", False),  # by others, of which it does not know
+        ("@!%p1 fence.proxy.async.shared::cta; bar.sync 0;", False),  # by others, of their own writes
+        ("@%p1 fence.proxy.async.shared::cta; bar.sync 0;", False),  # of its own writes
+        ("bar.sync 0; fence.proxy.async.global;", False),
+    ],
+)
+def test_a_proxy_fence_lies_between_a_write_and_an_asynchronous_read(fence, complete):
+    """8.9.5 and 8.9.6: in causality order, by whichever thread."""
+    body = moved(REGION * 2, False, 2) + FENCED + tensor_map(0xA, 48, 0) + "add.s32 %r12, %r1, 2048; mov.b32 %r10, 0;"
+    body += f"mad.lo.s32 %r8, %r0, 4, %r12; st.shared.b32 [%r8], %r0; {fence}"
+    body += "@%p3 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd5, {%r10, %r10}], [%r12];"
+    body += "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"
+    reports = launched(body, *tensor_arrays(0xA), threads=128, shared=REGION * 2)
+    assert (reports == []) is complete
+    assert complete or all("without a fence.proxy.async" in each for each in reports)
+
+
+# --- Descriptors that the host makes
+
+needs_gcc = pytest.mark.skipif(
+    shutil.which("gcc") is None, reason="gcc is not installed: it compiles the stub of CUDA's driver"
+)
+NUMBERS = {0x0: 0, 0x6: 6, 0x7: 7, 0xA: 9}  # of the types in ELEMENTS for CUDA's driver
+Encode = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def encode(tmp_path_factory: pytest.TempPathFactory) -> Encode:
+    """cuTensorMapEncodeTiled of a matrix of two dimensions, innermost first; returns the driver's status."""
+    library = ctypes.CDLL(str(stub_cuda.build(tmp_path_factory.mktemp("stub"))))
+
+    def encoded(map_: np.ndarray, kind: int, address: int, sizes, pitch: int, box, swizzle: int = 0) -> int:
+        longs, words_ = ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
+        where, of = ctypes.c_void_p(map_.ctypes.data), ctypes.c_void_p(address)
+        rest = longs(*sizes), longs(pitch), words_(*box), words_(1, 1), 0, swizzle, 2, 0
+        return int(library.cuTensorMapEncodeTiled(where, kind, 2, of, *rest))
+
+    return encoded
+
+
+@needs_gcc
+@pytest.mark.parametrize(("kind", "box"), [(kind, BOXES[n]) for kind, n in zip([*ELEMENTS, 0xA], range(5))])
+def test_tensor_loads_by_a_parameter(encode, kind, box):
+    """A descriptor that is a parameter is named by its address."""
+    swizzle, span = box
+    matrix, room, image = tensor_arrays(kind)
+    expected, size = image.copy(), np.dtype(ELEMENTS[kind]).itemsize
+    for at, source in boxed(kind, *box, READ_AT):
+        expected[at] = 0 if source is None else matrix[source]
+    given, sizes = tensor_arrays(kind)[1], ((COLUMNS, ROWS), 160 * size, (span // size, TALL), swizzle)
+    assert encode(given, NUMBERS[kind], matrix.ctypes.data, *sizes) == 0
+    own, of_host = "cvta.global.u64 %rd5, %rd1;", "mov.b64 %rd7, k_param_3; cvta.param.u64 %rd5, %rd7;"
+    body = tensor_loads(kind, *box)
+    assert own in body
+    text = kernel(addresses(3) + PREFIX + body.replace(own, of_host), ["ptr"] * 3 + ["u64"], threads=128)
+    text = text.replace(".u64 k_param_3", ".align 64 .b8 k_param_3[128]")
+    arrays = matrix, room, image, int.from_bytes(given.tobytes(), "little")
+    assert run(text, *arrays, shared=REGION * 8) == []
+    assert np.array_equal(image[REGION:], expected[REGION:])
+    with pytest.raises(RuntimeError, match="read of a descriptor outside every allocation"):
+        run(text.replace("%rd5, %rd7;", "%rd5, %rd7; add.s64 %rd5, %rd5, 64;"), *arrays, shared=REGION * 8)
+
+
+@needs_gcc
+def test_descriptors_have_the_numbers_of_the_isa_for_types_of_elements(encode):
+    """CUDA's f64, bf16 and f32.ftz are 8, 9 and 10, those of 5.5.4 are 9, 10 and 8."""
+    room, found = tensor_arrays(0)[1], []
+    for kind in range(13):
+        assert encode(room, kind, 0, (64, 4), 1024, (16, 4)) == 0
+        found.append(int(room[12]))
+    assert found == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 11, 12]
+
+
+@needs_gcc
+def test_a_descriptor_that_cuda_refuses_is_refused(encode):
+    room = tensor_arrays(0)[1]
+    good = {"address": 1 << 40, "sizes": (64, 4), "pitch": 128, "box": (32, 4), "swizzle": 2}
+    wrong = [("address", 8), ("sizes", (64, 0)), ("pitch", 120), ("box", (32, 257)), ("box", (64, 4)), ("box", (4, 4))]
+    assert encode(room, 6, **good) == 0
+    assert [each for each in wrong if encode(room, 6, **good | dict([each])) == 0] == []
+    assert encode(room[1:], 6, **good) != 0
+
+
 # --- Faults: with what follows each body it is reported, without it not
 
 PASSED = "mad.lo.s32 %r8, %r0, 4, %r1; st.shared.b32 [%r8], %r0; bar.sync 0; sub.s32 %r9, 63, %r0;"
@@ -383,3 +475,22 @@ def test_faults_are_reported(fault):
 
     assert reports(body) == []
     assert reports(instead.join(body.rsplit(part, 1))) != []
+
+
+def test_a_tensor_load_is_named_by_its_own_instruction():
+    """The first of two, whose place another warp writes, and for whose mbarrier no thread waits."""
+    copy = "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes"
+    body = moved(REGION * 2, False, 2) + FENCED + tensor_map(0xA, 32, 0) + "add.s32 %r50, %r1, 1024; mov.b32 %r10, 0;"
+    body += "add.s32 %r51, %r50, 8; add.s32 %r12, %r1, 2048; add.s32 %r13, %r1, 3072; mov.b32 %r11, 12;"
+    body += "".join(f"@%p2 mbarrier.init.shared::cta.b64 [{each}], 1;" for each in ("%r50", "%r51")) + "bar.sync 0;"
+    body += "".join(arriving("%p2", 768, barrier=each) for each in ("%r50", "%r51"))
+    body += "setp.eq.b32 %p4, %r0, 32; @%p4 st.global.b32 [%rd0], %r0;"
+    body += f"@%p3 {copy} [%r12], [%rd5, {{%r10, %r10}}], [%r50]; @%p3 {copy} [%r13], [%rd5, {{%r10, %r11}}], [%r51];"
+    ends = waiting(0, barrier="%r51")
+    both = waiting(0, barrier="%r50") + ends.replace("waitLoop", "otherLoop")
+    [race] = launched(body + both, *tensor_arrays(0xA), threads=128, shared=REGION * 2)
+    assert race.startswith("race in global memory: read of what another warp wrote"), race
+    assert "[%r12]" in race
+    [never] = launched(body + ends, *tensor_arrays(0xA), threads=128, shared=REGION * 2)
+    assert never.startswith("a tensor copy into shared memory that is never waited for"), never
+    assert "[%r12]" in never

@@ -165,6 +165,20 @@ def test_min_and_max(form, operand, meaning, fixed):
         assert {got for got, wish in zip(found.tolist(), expected) if wish == F32.nan} == {F32.nan}  # the canonical one
 
 
+@pytest.mark.parametrize(
+    ("form", "meaning"),
+    [("min.xorsign.abs.f32", smallest), ("max.xorsign.abs.f32", largest), ("max.NaN.xorsign.abs.f32", nan_or_largest)],
+)
+def test_min_and_max_of_magnitudes(form, meaning):
+    """9.7.3.11: a number gets both signs' exclusive or, that of NaN included."""
+    rows = rows_of(F32, 2)
+    inputs = columns(rows, ["u32", "u32"])
+    (found,) = per_thread(f"{form} $d, $a, $b;", "d:u4", **inputs)
+    sizes = [F32.encode(meaning(*map(abs, F32.decoded(row)))) for row in rows]
+    expected = [size if size == F32.nan else size | ((a ^ b) & 1 << 31) for size, (a, b) in zip(sizes, rows)]
+    assert_numbers(F32, found, expected, *inputs.values())
+
+
 @pytest.mark.parametrize("operand", ["$c", "0f3F800000"])
 def test_max_of_three(operand):
     rows = rows_of(F32, 3)[::7] if operand == "$c" else [(a, b, 0x3F800000) for a, b in rows_of(F32, 2)]
@@ -172,6 +186,39 @@ def test_max_of_three(operand):
     (found,) = per_thread(f"max.f32 $d, $a, $b, {operand};", "d:u4", **inputs)
     expected = [F32.encode(largest(largest(a, b), c)) for a, b, c in map(F32.decoded, rows)]
     assert_numbers(F32, found, expected, *inputs.values())
+
+
+DOUBLES = [0.0, 5e-324, 1.0, 1.0 + 2.0**-52, 0.1, 3e300, math.inf, math.nan]
+DOUBLES += [-each for each in DOUBLES]
+DOUBLE: list[tuple[str, Callable[[float, float], float]]] = [
+    ("add.rn.f64", lambda a, b: a + b),
+    ("sub.f64", lambda a, b: a - b),
+    ("mul.rn.f64", lambda a, b: a * b),
+    ("div.rn.f64", lambda a, b: float(np.divide(a, b))),
+    ("max.f64", largest),
+    ("min.f64", smallest),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("form", "meaning"), DOUBLE, ids=[form for form, _ in DOUBLE])
+def test_double_precision(form, meaning):
+    """9.7.3: Python's own numbers are these."""
+    rows = [(np.float64(a), np.float64(b)) for a in DOUBLES for b in DOUBLES]
+    a, b = (np.array(each).view(np.uint64) for each in zip(*rows))
+    (found,) = per_thread(f"{form} $d, $a, $b;", "d:u8", a=a, b=b)
+    expected = np.array([meaning(*row) for row in rows])
+    assert (np.isnan(expected) == np.isnan(found.view(np.float64))).all()
+    there = ~np.isnan(expected)
+    assert found[there].tolist() == expected[there].view(np.uint64).tolist()
+
+
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "geu", "neu", "nan"])
+def test_comparisons_of_double_precision(name):
+    rows = [(a, b) for a in DOUBLES for b in DOUBLES]
+    a, b = (np.array(each).view(np.uint64) for each in zip(*rows))
+    (found,) = per_thread(f"setp.{name}.f64 $d, $a, $b;", "d:b", a=a, b=b)
+    assert found.tolist() == [compared(name, *row) for row in rows]
 
 
 def exponential(a: float) -> Value:
@@ -306,6 +353,23 @@ def test_narrowing_to_16_bits(name):
     assert_numbers(form, single, expected, codes)
     assert_numbers(form, pair & 0xFFFF, expected, codes)  # the second source below
     assert_numbers(form, pair >> 16, expected[::-1], codes[::-1])
+
+
+def test_fp16_to_bf16():
+    codes = np.arange(0, 65536, 7, np.uint16)
+    (found,) = per_thread("cvt.rn.bf16.f16 $d, $a;", "d:u2", a=codes)
+    assert_numbers(BF16, found, [BF16.encode(each) for each in F16.decoded(codes)], codes)
+
+
+def test_narrowing_towards_zero():
+    """9.7.9.21: .rz; of too large a number the largest is left, as in IEEE 754 (7.4)."""
+    codes = np.array(between(F16), "u4")
+    expected = []
+    for value in F32.decoded(codes):
+        nearest = F16.encode(value)
+        expected.append(nearest - (abs(F16.decode(nearest)) > abs(value)))
+    (found,) = per_thread("cvt.rz.f16.f32 $d, $a;", "d:u2", a=codes)
+    assert_numbers(F16, found, expected, codes)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])

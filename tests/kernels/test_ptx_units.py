@@ -8,16 +8,22 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 
 import numpy as np
 import pytest
 from ptx_text import (
+    BF16,
+    CODES,
     F16,
+    F32,
     FENCED,
     FORMATS,
     LANES,
     Tile,
     a_place,
+    add,
+    assert_numbers,
     b_place,
     d_place,
     encoded,
@@ -147,6 +153,59 @@ def test_atomic_exchange(form):
     assert launched(body, place, seen, threads=64) == []
     assert sorted([*seen.tolist(), int(place[1])]) == [2, *range(100, 164)]
     assert place[[0, 2]].tolist() == [1, 3]
+
+
+SUMS = ["f32", "v2.f32", "v4.f32", "noftz.f16", "noftz.v8.f16", "noftz.bf16", "noftz.v4.bf16"]
+SUMS += ["noftz.f16x2", "noftz.v4.f16x2", "noftz.bf16x2", "noftz.v2.bf16x2"]
+
+
+@pytest.mark.parametrize("form", SUMS)
+def test_atomic_sums_of_floating_point_numbers(form):
+    """9.7.13.5: each element by itself, rounded once; fp32's subnormal numbers are zeros, 16-bit ones are kept."""
+    name = form.split(".")[-1]
+    format_ = {"f32": F32, "f16": F16, "bf16": BF16}[name.removesuffix("x2")]
+    vector = re.search(r"v(\d)", form)
+    registers, size = int(vector[1]) if vector else 1, 4 if name == "f32" or name.endswith("x2") else 2
+    width, kind = registers * size, {2: "rs", 4: "r"}[size]
+    codes = [each for each in CODES[format_] if math.isfinite(format_.decode(each))]
+    codes += [each ^ random.getrandbits(4) for each in codes if 0 < abs(format_.decode(each)) < 1e30]
+    numbers = lambda count: np.array(random.choices(codes, k=count), f"u{format_.width // 8}")
+    elements = width * 8 // format_.width
+    given, places = numbers(128 * elements).reshape(128, -1), numbers(61 * elements).reshape(61, -1)
+    expected_seen, expected = np.zeros_like(given), places.copy()
+    for lane in range(128):
+        for k in range(elements if lane % 8 != 5 else 0):
+            expected_seen[lane, k] = expected[lane % 61, k]
+            pair = [format_.decode(int(each)) for each in (expected[lane % 61, k], given[lane, k])]
+            pair = [format_.flushed(each) for each in pair] if format_ is F32 else pair
+            expected[lane % 61, k] = format_.encode(add(*pair), flush=format_ is F32)
+    lists = ["{" + ", ".join(f"%{kind}{first + n}" for n in range(registers)) + "}" for first in (10, 30)]
+    into, source = lists if registers > 1 else ("%" + kind + "10", "%" + kind + "30")
+    body = of_lane(0, width) + "rem.u32 %r3, %r0, 61; and.b32 %r4, %r0, 7; setp.ne.b32 %p1, %r4, 5;"
+    body += "".join(f"ld.global.b{8 * size} %{kind}{30 + n}, [%rd10+{size * n}];" for n in range(registers))
+    body += "".join(f"mov.b{8 * size} %{kind}{10 + n}, 0;" for n in range(registers)) + of_lane(2, width)
+    body += f"mul.wide.u32 %rd11, %r3, {width}; add.s64 %rd11, %rd11, %rd1;"
+    body += f"@%p1 atom.global.gpu.acq_rel.add.{form} {into}, [%rd11+0], {source};"
+    body += "".join(f"st.global.b{8 * size} [%rd10+{size * n}], %{kind}{10 + n};" for n in range(registers))
+    seen, found = np.zeros_like(given), places.copy()
+    assert launched(body, given, found, seen, threads=128) == []
+    assert_numbers(format_, found.flatten(), expected.flatten().tolist())
+    assert_numbers(format_, seen.flatten(), expected_seen.flatten().tolist())
+
+
+def test_atomic_sums_of_doubles_and_reductions():
+    given, total, single = np.array([random.gauss(0, 1) for _ in LANES]), np.zeros(1), np.zeros(4, "f4")
+    body = of_lane(0, 8) + "ld.global.b64 %rd5, [%rd10]; atom.global.gpu.relaxed.add.f64 %rd6, [%rd1], %rd5;"
+    body += "red.global.gpu.relaxed.add.f32 [%rd2+4], 0f3F800000;"
+    assert launched(body, given, total, single) == []
+    assert total[0] == sum(given.tolist())
+    assert single.tolist() == [0, 32, 0, 0]
+
+
+def test_a_vector_of_atomic_sums_is_aligned_as_a_whole():
+    body = "mov.b32 %r3, 0; red.global.gpu.relaxed.add.v2.f32 [%rd0+4], {%r3, %r3};"
+    [report] = launched(body, np.zeros(5, "u8"))
+    assert report.startswith("misaligned atomic: "), report
 
 
 # --- Matrices of eight rows in shared memory
@@ -367,3 +426,15 @@ def test_what_orders_a_product_is_asked_for(without):
     assert launched(body, room, held, threads=128, shared=room.nbytes) == []
     body = body.replace(without, "bar.sync 0;" if without == FENCED else "")
     assert launched(body, room, held, threads=128, shared=room.nbytes) != []
+
+
+def test_registers_of_a_product_under_way_are_left_alone():
+    """wgmma.wait_group: until then a product may read A's registers, and writing into them is undefined."""
+    tile = Tile(16, F16, "k 32")
+    body = warp_group_product(16, "f16", "f16", None, tile, "%p1")
+    late = body.replace(WAITED, WAITED + "mov.b32 %r20, 0x3C003C00;")
+    early = body.replace(WAITED, "mov.b32 %r20, 0x3C003C00;" + WAITED)
+    held, registers, room = np.zeros((128, 8), "f4"), np.zeros((128, 4), "u4"), np.zeros(tile.bytes + 2048, "u1")
+    assert launched(late, room, held, registers, threads=128, shared=room.nbytes) == []
+    [report] = launched(early, room, held, registers, threads=128, shared=room.nbytes)
+    assert report.startswith("registers with a wgmma's A are written before its wait"), report

@@ -118,6 +118,26 @@ SHARES: tuple[tuple[Part, ...], ...] = (
     (Part("make codegen-all TARGETS='sm_86'", 400),),
     (Part("make codegen-all TARGETS='sm_89'", 400),),
     (Part("make codegen-all TARGETS='sm_120'", 400),),
+    (
+        Part("make emulate ARCH=sm_80", 100),
+        Part("make emulate ARCH=sm_80 ARGS='--models some'", 60),
+        Part("make emulate TRITON=side", 110),
+        Part("make emulate TRITON=side ARGS='--models some'", 60),
+    ),
+    (Part("make emulate ARGS='--models all --part 1/2'", 300),),
+    (Part("make emulate ARGS='--models all --part 2/2'", 300),),
+    (
+        Part("make emulate ARGS='--approximate up'", 80),
+        Part("make emulate ARGS='--approximate down'", 80),
+        Part("make emulate ARGS=--vary", 350),
+    ),
+    (
+        *(
+            Part(f"make fuzz SECONDS=30 SEED={{seed}} ARGS=tests/fuzz/test_emulated_{name}.py", 50)
+            for name in ("gemm", "paged", "misc", "invariance")
+        ),
+        Part("make emulate-others", 130),
+    ),
 )
 
 # What stays nightly, as it cannot be divided into parts that fit. CONTRIBUTING.md gives its time.

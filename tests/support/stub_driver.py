@@ -36,7 +36,7 @@ import sys
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ from shardfuse import ParallelMLP  # noqa: E402
 from shardfuse.kernels.dev import registry  # noqa: E402
 from shardfuse.kernels.dev.cases import all_reduce_norm as reduce_cases  # noqa: E402
 from shardfuse.kernels.dev.cases import comm as comm_cases  # noqa: E402
+from shardfuse.kernels.dev.ptx.driver import paired  # noqa: E402
 from shardfuse.kernels.linear import launch as linear_launch  # noqa: E402
 from shardfuse.kernels.linear import linear_act, schemas  # noqa: E402
 from shardfuse.kernels.linear.plan import Operand  # noqa: E402
@@ -153,15 +154,6 @@ class Kernel:
             problem = differs(kind, value, int(arrived[i]))
             if problem:
                 faults.append(f"{said}: argument {i}: {problem}")
-
-
-def paired(kinds: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """The kernel's parameters: each argument with its type, without those that are compiled in."""
-    for kind, value in zip(kinds, values, strict=True):
-        if isinstance(kind, tuple):
-            yield from paired(kind, value)
-        elif kind != "constexpr":
-            yield kind, value
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -293,12 +285,15 @@ def forgetful(find: Callable[..., Any], field: int) -> Callable[..., Any]:
 
 
 def calls_in(run: Callable[[], Any]) -> dict[str, int]:
-    """How many calls our modules make while ``run`` runs, of whatever, and how many imports they ask for."""
+    """How many calls our modules make while ``run`` runs, of whatever, and how many imports they ask for. What this
+    program itself takes from ``kernels/dev`` does not count.
+    """
     found: Counter[str] = Counter(calls=0, imports=0)
     import_module = builtins.__import__
 
     def ours(frame: Any) -> bool:
-        return frame is not None and frame.f_globals.get("__name__", "").startswith("shardfuse.")
+        name = "" if frame is None else frame.f_globals.get("__name__", "")
+        return name.startswith("shardfuse.") and not name.startswith("shardfuse.kernels.dev.")
 
     def note(frame: Any, event: str, _: Any) -> None:
         found["calls"] += event in ("call", "c_call") and ours(frame.f_back if event == "call" else frame)

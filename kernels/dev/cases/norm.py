@@ -53,6 +53,7 @@ _TEST = (
     _case(5, 33, FP32, "test", weight=None),
     _case(6, 48, BF16, "test", bias=False, residual="fp32"),
     _case(6, 48, FP32, "test", layout="columns"),
+    _case(6, 48, FP16, "test", layout="slice"),
     _case(6, 48, FP16, "test", layout="slice", residual="same"),
     _case(0, 24, FP32, "test", residual="same", p=0.1),
 )

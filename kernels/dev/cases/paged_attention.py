@@ -75,6 +75,8 @@ CASES = (
     _case("mixed-g3-h32-p4-fp32", FP32, (3, 1, 32), 4, (9, 0, 30, 2), (1, 25, 1, 7), "test"),
     _case("mixed-g4-h64-p128-bf16", BF16, (8, 2, 64), 128, (130, 17, 0), (1, 40, 80), "test", "short"),
     _case("mixed-g2-h128-p16-fp16", FP16, (4, 2, 128), 16, (15, 0, 16, 50), (1, 0, 33, 1), "test"),
+    # Chunks whose first token stands two before the end of a tile of keys, with others behind it.
+    _case("chunks-g2-h32-p16-fp16", FP16, (4, 2, 32), 16, (14, 62, 126), (5, 5, 5), "test"),
     # What a GPU is tested with at sizes of models. (What it is timed with: bench/suites/paged.py.)
     _case("decode-llama8b-bf16", BF16, (32, 8, 128), 16, (1023,) * 32, (1,) * 32, "bench", "short"),
     _case("decode-llama70b-bf16", BF16, (64, 8, 128), 16, (4095,) * 16, (1,) * 16, "bench"),

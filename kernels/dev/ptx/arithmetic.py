@@ -71,7 +71,15 @@ def to_bf16(x: Array) -> Array:
 
 def to_half(x: Array, kind: str) -> Array:
     """The bits of x as "bf16" or "f16"."""
+    x = x.astype(f4) if x.dtype == f2 else x
     return to_bf16(x) if kind == "bf16" else where(np.isnan(x), u2(0x7FFF), x.astype(f2).view(u2))
+
+
+def truncated(x: Array) -> Array:
+    """The bits of fp32 numbers as fp16, rounded towards zero: what is too large becomes the largest."""
+    near = x.astype(f2)
+    beyond = np.abs(near.astype(f4)) > np.abs(x)
+    return where(np.isnan(x), u2(0x7FFF), near.view(u2) - beyond.astype(u2))
 
 
 def from_half(bits: Array, kind: str) -> Array:
@@ -120,8 +128,14 @@ def packed(operation: str, given: Sequence[Array], kind: str) -> Array:
     return joined(half(operation, low, kind), half(operation, high, kind))
 
 
-def minimum(a: Array, b: Array, *, nan: bool, largest: bool = False) -> Array:
-    """min or max; -0 is less than +0. NaN is passed on with ``nan``, and loses otherwise."""
+def minimum(a: Array, b: Array, *, nan: bool, largest: bool = False, magnitudes: bool = False) -> Array:
+    """min or max; -0 is less than +0. NaN is passed on with ``nan``, and loses otherwise.
+
+    ``magnitudes``: .xorsign.abs, of those, with the sign that a product would have.
+    """
+    if magnitudes:
+        chosen = minimum(np.abs(a), np.abs(b), nan=nan, largest=largest)
+        return where(~np.isnan(chosen) & (np.signbit(a) ^ np.signbit(b)), -chosen, chosen)
     first = where(np.signbit(a), b, a) if largest else where(np.signbit(a), a, b)
     chosen = where(a == b, first, where((a > b) == largest, a, b))
     chosen = where(np.isnan(a), b, where(np.isnan(b), a, chosen))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import dataclasses
 import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,24 @@ from .. import stub_cuda
 from ..registry import TARGETS
 from .launch import Result, execute
 from .memory import Allocation
-from .parse import BITS, parse
+from .parse import parse
 from .program import Program
+from .settings import VARIATIONS, Settings
+from .specialised import leaves, problems
 
 # Targets of NVIDIA's before Blackwell: name -> compute capability, 90 for 9.0.
 ARCHS = {name: int(number) for name, (backend, number, _) in TARGETS.items() if backend == "cuda" and int(number) < 100}
 
 log: list[Result] = []  # of every launch since the last ``log.clear()``
+settings = Settings()  # but ``end``, for which there is ``approximation``
 approximation = 0  # at which end of their error approximate instructions are: -1, 0 (exact), 1
 mutate: Callable[[str], str] = lambda text: text  # PTX before it is run: for seeded faults
 
 _programs: dict[str, Program] = {}
 _memory: list[Allocation] = []  # of the launch under way
+_problems: list[str] = []  # of its arguments
 _errors: list[BaseException] = []  # of the launch under way: an exception cannot pass through C
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LEAST_ADDRESS = 1 << 32  # larger numbers in an int64 tensor are taken for addresses
 
 
@@ -47,15 +53,17 @@ def _emulate(config: Any, image: Any, arguments: Any) -> None:
     """What the stub calls for a launch."""
     try:
         program = _program(ctypes.string_at(image).decode())
-        kinds = [kind for kind, _ in program.kernel.params]
-        given = [ctypes.string_at(arguments[i], BITS[kind] // 8) for i, kind in enumerate(kinds)]
+        given = [ctypes.string_at(arguments[i], each.size) for i, each in enumerate(program.kernel.params)]
         grid, block = tuple(config.contents.grid), tuple(config.contents.block)
         if block != (program.kernel.threads, 1, 1):
             raise RuntimeError(
                 f"{program.kernel.name}: blocks of {block} threads, compiled for {program.kernel.threads}"
             )
         parameters = [int.from_bytes(each, "little") for each in given]
-        log.append(execute(program, grid, parameters, _memory, config.contents.shared, approximation))
+        under = dataclasses.replace(settings, end=approximation)
+        result = execute(program, grid, parameters, _memory, config.contents.shared, under)
+        result.reports += [f"{problem}: {program.kernel.name}" for problem in _problems]
+        log.append(result)
     except BaseException as error:
         _errors.append(error)
 
@@ -82,7 +90,7 @@ def install(arch: str, slots: int = 3) -> None:
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime import driver
 
-    from ...runtime import device, dispatch
+    from ...runtime import device, dispatch, fences
 
     class Backend(CUDABackend):
         def hash(self) -> str:
@@ -109,7 +117,29 @@ def install(arch: str, slots: int = 3) -> None:
     driver.set_active(Driver())
     device.architecture = lambda device: arch
     device.program_slots = lambda device: slots  # type: ignore[assignment]
+    fences.fenced(arch)  # is remembered, and asks the compiler as on a GPU as long as nothing is interpreted
     dispatch._INTERPRETING = True  # CPU tensors reach the kernels
+
+
+def differences(run: Callable[[], Mapping[str, torch.Tensor]]) -> list[str]:
+    """Run under the settings, and under each of VARIATIONS too: which of its results then have other bits.
+
+    ``log`` has the reports of all runs.
+    """
+    global settings
+    usual, found = settings, []
+    first = {name: _bits(each) for name, each in run().items()}
+    try:
+        for name, fields in VARIATIONS.items():
+            settings = dataclasses.replace(usual, **fields)
+            found += [f"{key}: other bits with {name}" for key, each in run().items() if _bits(each) != first[key]]
+    finally:
+        settings = usual
+    return found
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _launcher(base: Any) -> Any:
@@ -121,12 +151,14 @@ def _launcher(base: Any) -> Any:
         def __init__(self, src: Any, metadata: Any) -> None:
             super().__init__(src, metadata)
             self.kinds = list(src.signature.values())
+            self.constants, self.attrs = src.constants, src.attrs
 
         def __call__(self, *arguments: Any) -> None:
             # Grid, stream, function and metadata; then the kernel's arguments.
-            given = arguments[len(arguments) - len(self.kinds) :]
+            given = _plain(arguments[len(arguments) - len(self.kinds) :])
             _errors.clear()
-            _memory[:] = _allocations(list(_paired(self.kinds, given)))
+            _memory[:] = _allocations(list(paired(self.kinds, given)))
+            _problems[:] = problems(self.kinds, given, self.constants, self.attrs)
             before = _allocation._allocator.get()
             triton.set_allocator(_recorded(before))
             try:
@@ -146,21 +178,30 @@ def _program(text: str) -> Program:
     return _programs[text]
 
 
-def _paired(kinds: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """The kernel's parameters with their types, without those that are compiled in."""
-    for kind, value in zip(kinds, values, strict=True):
-        if isinstance(kind, tuple):
-            yield from _paired(kind, value)
-        elif kind != "constexpr":
-            yield kind, value
+def paired(kinds: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """The kernel's parameters: each argument with its type, without those that are compiled in."""
+    return ((kind, value) for _, kind, value in leaves(kinds, values) if kind != "constexpr")
+
+
+def _plain(value: Any) -> Any:
+    """An argument with the tensors that triton.reinterpret wraps; a tuple of arguments with theirs."""
+    from triton.runtime.jit import TensorWrapper
+
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value.base if isinstance(value, TensorWrapper) else value
 
 
 def _allocations(arguments: list[tuple[str, Any]]) -> list[Allocation]:
-    """From the first to the last element of each tensor; with a table of addresses, all storages of the process."""
+    """From the first to the last element of each tensor; with a table of addresses, all storages of the process.
+
+    Of a TensorDescriptor it is the tensor that it describes.
+    """
+    tensors = [(kind, _plain(value.base) if kind.startswith("tensordesc") else value) for kind, value in arguments]
     found = [
         Allocation(*_extent(value), f"argument {number} {tuple(value.shape)}")
-        for number, (kind, value) in enumerate(arguments)
-        if kind.startswith("*") and value is not None
+        for number, (kind, value) in enumerate(tensors)
+        if kind.startswith(("*", "tensordesc")) and value is not None
     ]
     if any(_is_table(value) for _, value in arguments):
         whole = _storages()
@@ -185,12 +226,8 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _storages() -> list[Allocation]:
     found = {}
-    for each in gc.get_objects():
-        if (
-            type(each) in (torch.Tensor, torch.nn.Parameter)
-            and each.device.type == "cpu"
-            and each.layout is torch.strided
-        ):
+    for each in gc.get_referrers(*_TENSORS):  # instances refer to their class
+        if type(each) in _TENSORS and each.device.type == "cpu" and each.layout is torch.strided:
             storage = each.untyped_storage()
             if storage.nbytes():
                 name = f"a tensor {tuple(each.shape)}"
@@ -199,11 +236,18 @@ def _storages() -> list[Allocation]:
 
 
 def _recorded(allocate: Any) -> Any:
-    """The same allocator of scratch memory; what it returns belongs to the launch."""
+    """The same allocator of scratch memory; what it returns belongs to the launch.
+
+    The host's memory is not as aligned as a GPU's: memory of the driver's own then stands for it, with the same bytes.
+    """
 
     def scratch(size: int, align: int, stream: Any) -> Any:
-        room = allocate(size + align, align, stream)  # the host's memory is not as aligned as a GPU's
-        room = room[-room.data_ptr() % align :]
+        room = allocate(size, align, stream)
+        if room.data_ptr() % align:
+            own = torch.empty(size + align, dtype=torch.uint8)
+            own = own[-own.data_ptr() % align :][:size]
+            ctypes.memmove(own.data_ptr(), room.data_ptr(), size)
+            room = own
         _memory.append(Allocation(room.data_ptr(), size, "scratch"))
         return room
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from .machine import Launch
-from .memory import Allocation, Reports
-from .parse import BITS, parse
-from .program import Program
+from .memory import Allocation, Reports, Shared
+from .parse import Parameter, parse
+from .program import SHARED_BASE, Program
+from .races import GlobalRaces
+from .settings import Settings
 
-LANES = 4096  # threads that run side by side, in whole blocks
+LANES = Settings().lanes  # threads that run side by side, in whole blocks
+_USUAL = Settings()
 
 
 @dataclasses.dataclass
@@ -37,22 +40,22 @@ def execute(
     parameters: list[int],
     allocations: Sequence[Allocation],
     shared: int,
-    end: int = 0,
-    lanes: int = LANES,
+    settings: Settings = _USUAL,
+    reports: Reports | None = None,
 ) -> Result:
-    """Run a grid with its parameters' bits. Raises what ``machine.Launch`` raises."""
-    kernel = program.kernel
+    """Run a grid with its parameters' bits, and add to ``reports``. Raises what ``machine.Launch`` raises, and
+    MemoryError.
+    """
+    kernel, until = program.kernel, time.monotonic() + settings.seconds
     if len(parameters) != len(kernel.params):
         raise ValueError(f"{kernel.name} takes {len(kernel.params)} parameters, and {len(parameters)} were given")
     result, begun = Result(kernel.name, grid, kernel.threads), time.perf_counter()
-    ids = [(x, y, z) for z, y, x in itertools.product(*map(range, reversed(grid)))]
-    # Blocks that wait for each other run side by side, all of them.
-    per = len(ids) if program.waits_for_others else max(1, lanes // kernel.threads)
-    reports = Reports(kernel)
-    for at in range(0, len(ids), per or 1):
-        launch = Launch(program, grid, ids[at : at + per], parameters, allocations, shared, reports, end)
+    reports = Reports(kernel) if reports is None else reports
+    races = GlobalRaces(program.accesses, -(-kernel.threads // 32), allocations, reports, settings.memory)
+    for ids in _chunks(program, grid, shared, settings):
+        launch = Launch(program, grid, ids, parameters, allocations, shared, reports, settings, races)
         try:
-            launch.run()
+            launch.run(until - time.monotonic())
         except (RuntimeError, TimeoutError) as error:
             raise RuntimeError("; ".join([str(error), *reports.lines()])) from error
         result.executed += launch.executed
@@ -61,25 +64,53 @@ def execute(
     return result
 
 
+def _chunks(program: Program, grid: tuple[int, int, int], shared: int, settings: Settings) -> Iterator[np.ndarray]:
+    """The blocks [n, 3] that run side by side, in turn: as many as ``settings`` allow, or all that wait for each other.
+
+    Raises MemoryError where there is no room for them.
+    """
+    count, kernel = math.prod(grid), program.kernel
+    each = kernel.threads * sum(-(-bits // 8) for bits in kernel.registers.values())
+    each += Shared.bytes_of(shared, -(-kernel.threads // 32), program.granule, SHARED_BASE)
+    side_by_side = count if program.waits_for_others else 1
+    if side_by_side * each > settings.memory:
+        raise MemoryError(
+            f"{kernel.name}: {side_by_side} blocks of {kernel.threads} threads, which run side by side, need "
+            f"{side_by_side * each / 1e9:.1f} GB, more than the {settings.memory / 1e9:.1f} GB of Settings.memory: "
+            "launch fewer blocks, or allow more"
+        )
+    side_by_side = max(side_by_side, min(settings.lanes // kernel.threads, settings.memory // each), 1)
+    for at in range(0, count, side_by_side):
+        numbers = np.arange(at, min(at + side_by_side, count))
+        numbers = count - 1 - numbers if settings.reverse else numbers
+        yield np.stack([numbers % grid[0], numbers // grid[0] % grid[1], numbers // (grid[0] * grid[1])], 1)
+
+
 def run(
-    text: str, *arguments: np.ndarray | float, grid: tuple[int, int, int] = (1, 1, 1), shared: int = 0, end: int = 0
+    text: str,
+    *arguments: np.ndarray | float,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    shared: int = 0,
+    end: int = 0,
+    settings: Settings = _USUAL,
 ) -> list[str]:
     """Run PTX on numpy arrays, whose addresses are passed, and numbers. Returns the reports.
 
-    ``shared``: bytes of dynamic shared memory. ``end``: see ``machine.Launch``.
+    ``shared``: bytes of dynamic shared memory. ``end`` stands for that of ``settings``.
     """
     program = Program(parse(text))
     parameters, allocations = [], []
-    for number, ((kind, _), value) in enumerate(zip(program.kernel.params, arguments, strict=True)):
+    for number, (parameter, value) in enumerate(zip(program.kernel.params, arguments, strict=True)):
         if isinstance(value, np.ndarray):
             parameters.append(value.ctypes.data)
             allocations.append(Allocation(value.ctypes.data, value.nbytes, f"argument {number} {value.shape}"))
         else:
-            parameters.append(_bits(value, kind))
-    return execute(program, grid, parameters, allocations, shared, end).reports
+            parameters.append(_bits(value, parameter))
+    settings = dataclasses.replace(settings, end=end)
+    return execute(program, grid, parameters, allocations, shared, settings).reports
 
 
-def _bits(value: Any, kind: str) -> int:
+def _bits(value: Any, parameter: Parameter) -> int:
     if isinstance(value, float):
-        return int.from_bytes(struct.pack("<f" if kind == "f32" else "<d", value), "little")
-    return int(value) & ((1 << BITS[kind]) - 1)
+        return int.from_bytes(struct.pack("<f" if parameter.kind == "f32" else "<d", value), "little")
+    return int(value) & ((1 << 8 * parameter.size) - 1)

@@ -8,6 +8,7 @@ two accesses by different warps of which one is a write, and neither known to th
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ u1, u4, u8 = np.uint8, np.uint32, np.uint64
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 NEVER, WRITTEN, UNDER_WAY = 0, 1, 2  # states of a granule; UNDER_WAY: no thread has waited for the copy into it
 _MOST_REPORTS = 50
-_POISON = 0xFF  # NaN in every format
 
 Array = Any
 Guard = Any  # which threads take part; None: all
@@ -64,6 +64,7 @@ class Global:
         self.starts = np.array([each.address for each in self.allocations], u8)
         # Views of one tensor may lie within each other.
         self.ends = np.maximum.accumulate(np.array([each.address + each.size for each in self.allocations], u8))
+        self._starts, self._ends = self.starts.tolist(), self.ends.tolist()
         # One view from the lowest to the highest: only addresses that were checked are looked up in it.
         self.base = int(self.starts[0]) & ~4095 if self.allocations else 4096
         size = (int(self.ends.max()) - self.base + 4095) & ~4095 if self.allocations else 0
@@ -72,20 +73,34 @@ class Global:
 
     def check(self, address: Array, width: int, where: int, what: str) -> Array:
         """Which of the accesses are in an allocation and aligned."""
-        if not self.allocations:
+        if self._all_in_one(address, width):
+            good = np.ones(len(address), bool)
+        elif not self.allocations:
             self.reports.add(f"{what} outside every allocation", where, len(address), hex(int(address[0])))
             return np.zeros(len(address), bool)
-        index = np.searchsorted(self.starts, address, "right") - 1
-        # Not their sum, which may pass 2^64.
-        good = (index >= 0) & (address < self.ends[index]) & (self.ends[index] - address >= u8(width))
-        if not good.all():
-            self.reports.add(
-                f"{what} outside every allocation", where, int((~good).sum()), self._near(address[~good][0])
-            )
+        else:
+            good = self._in_any(address, width)
+            if not good.all():
+                first = self._near(address[~good][0])
+                self.reports.add(f"{what} outside every allocation", where, int((~good).sum()), first)
+        if width & (width - 1) == 0 and not int(np.bitwise_or.reduce(address, initial=0)) & (width - 1):
+            return good
         crooked = good & (address % u8(width) != 0)
         if crooked.any():
             self.reports.add(f"misaligned {what}", where, int(crooked.sum()), hex(int(address[crooked][0])))
         return good & ~crooked
+
+    def _all_in_one(self, address: Array, width: int) -> bool:
+        if not len(address) or not self.allocations:
+            return not len(address)
+        first = int(address.min())
+        k = bisect.bisect_right(self._starts, first) - 1
+        return k >= 0 and first < self._ends[k] and int(address.max()) + width <= self._ends[k]
+
+    def _in_any(self, address: Array, width: int) -> Array:
+        index = np.searchsorted(self.starts, address, "right") - 1
+        # Not their sum, which may pass 2^64.
+        return (index >= 0) & (address < self.ends[index]) & (self.ends[index] - address >= u8(width))
 
     def _near(self, address: Array) -> str:
         at = int(address)
@@ -96,37 +111,24 @@ class Global:
         """Of checked addresses in the view of that width."""
         return ((address - u8(self.base)) // u8(width)).astype(np.int64)
 
-    def load(self, address: Array, size: int, count: int, guard: Guard, where: int) -> list[Array]:
-        chosen = self._chosen(address, size * count, guard, where, "read")
-        first = self.index(address[chosen], size)
-        found = []
-        for i in range(count):
-            values = self.views[size][first + i]
-            if len(chosen) < len(address):
-                values, some = np.zeros(len(address), values.dtype), values
-                values[chosen] = some
-            found.append(values)
-        return found
-
-    def store(self, address: Array, size: int, values: list[Array], guard: Guard, where: int) -> None:
-        chosen = self._chosen(address, size * len(values), guard, where, "write")
-        first = self.index(address[chosen], size)
-        for i, each in enumerate(values):
-            self.views[size][first + i] = each[chosen].astype(WORDS[size])
-
-    def _chosen(self, address: Array, width: int, guard: Guard, where: int, what: str) -> Array:
-        chosen = np.arange(len(address)) if guard is None else np.flatnonzero(guard)
-        good = self.check(address[chosen], width, where, what) if len(chosen) else np.ones(0, bool)
-        return chosen if good.all() else chosen[good]
+    def reached(self, address: Array, width: int, guard: Guard, where: int, what: str) -> Array:
+        """The threads whose access is good; None: all."""
+        chosen = None if guard is None else np.flatnonzero(guard)
+        good = self.check(address if chosen is None else address[chosen], width, where, what)
+        if good.all():
+            return chosen
+        return np.flatnonzero(good) if chosen is None else chosen[good]
 
 
 class Shared:
     """The shared memory of some blocks of ``warps`` warps, ``size`` bytes from address ``base`` on in each."""
 
-    def __init__(self, blocks: int, size: int, warps: int, granule: int, base: int, reports: Reports) -> None:
-        self.pitch = (size + base + 1023) // 1024 * 1024  # bytes from a block to the next, those before base included
+    def __init__(
+        self, blocks: int, size: int, warps: int, granule: int, base: int, reports: Reports, poison: int = 0xFF
+    ) -> None:
+        self.pitch = self.pitch_of(size, base)
         self.base, self.end, self.granule, self.warps = base, base + size, granule, warps
-        self.bytes = np.full(blocks * self.pitch, _POISON, u1)
+        self.bytes = np.full(blocks * self.pitch, poison, u1)
         self.views = {width: self.bytes.view(word) for width, word in WORDS.items()}
         self.reports = reports
         granules = blocks * self.pitch // granule
@@ -139,7 +141,18 @@ class Shared:
         self.own = np.arange(blocks * warps) % warps
         self.clock = np.zeros((blocks * warps, warps), np.int32)  # what each warp knows of each of its block
         self.clock[np.arange(blocks * warps), self.own] = 1
-        self.fenced = np.zeros((blocks, warps), np.int32)  # the time of each warp up to which its writes are fenced
+        # Of each warp its proxy fences: when, and what it then knew.
+        self.fences: list[tuple[list[int], list[Array]]] = [([], []) for _ in range(blocks * warps)]
+
+    @staticmethod
+    def pitch_of(size: int, base: int) -> int:
+        """Bytes from a block to the next, those before ``base`` included."""
+        return (size + base + 1023) // 1024 * 1024
+
+    @staticmethod
+    def bytes_of(size: int, warps: int, granule: int, base: int) -> int:
+        """What a block's memory takes here, with its tables."""
+        return Shared.pitch_of(size, base) // granule * (granule + 10 + 4 * warps)
 
     def meet(self, block: int) -> None:
         """A barrier of a block: each warp knows what the others know, and time goes on."""
@@ -214,20 +227,33 @@ class Shared:
         self.written[at] = self.clock[warp, own[:, 0]][:, None]
 
     def note_unit_read(self, first: Array, width: int, warp: Array, where: int) -> None:
-        """An asynchronous unit reads for the warps: ordinary writes need a proxy fence before that."""
+        """An asynchronous unit reads for a warp: ordinary writes need a proxy fence before that."""
         self.note_read(first, width, warp, where)
         at = self._granules(first, width)
-        fenced = self.fenced[warp[0] // self.warps]
+        fenced = self.fenced(int(warp[0]))
         bare = (self.written[at] > fenced[self.writer[at]]) & ~self.by_unit[at] & (self.state[at] == WRITTEN)
         if bare.any():
             name = "an asynchronous unit reads what was written without a fence.proxy.async since"
             self.reports.add(name, where, int(bare.any(1).sum()))
 
     def fence_units(self, warp: int) -> None:
-        """fence.proxy.async: asynchronous units see all writes that the warp knows of."""
-        rows = self.fenced[warp // self.warps]
-        np.maximum(rows, self.clock[warp], out=rows)
-        self.tick(warp)
+        """fence.proxy.async: asynchronous units see all writes that the warp knows of, where the fence is known."""
+        times, known = self.fences[warp]
+        known.append(self.clock[warp].copy())
+        times.append(self.tick(warp))
+
+    def fenced(self, warp: int) -> Array:
+        """The time of each warp of the block up to which its writes lie before a fence that ``warp`` knows of.
+
+        PTX ISA, "Memory Consistency Model": a proxy fence orders what precedes it in causality order with what follows
+        it in that order, by whichever threads.
+        """
+        found, first = np.zeros(self.warps, np.int32), warp // self.warps * self.warps
+        for other in range(self.warps):
+            times, known = self.fences[first + other]
+            if latest := bisect.bisect_right(times, int(self.clock[warp, other])):
+                np.maximum(found, known[latest - 1], out=found)
+        return found
 
     def hold(self, first: Array, width: int, by: int) -> None:
         """An operation under way reads these until further notice (1), or has read them (-1)."""

@@ -37,16 +37,16 @@ class Small(NamedTuple):
         return {"computed": torch.float16} if self.tf32 else {}
 
 
-# Sizes of a case by its letters; what is smaller already stays. Multiples of 16 stay so, others become odd. Each may be
-# summed over, so each has at least as many steps of K as a pipeline has stages and two; widths of several weights halve
-# twice.
+# Sizes of a case by its letters; what is smaller already stays. Multiples of 16 stay so, others become odd. A product's
+# may be summed over, so each has at least as many steps of K as a pipeline has stages and two; widths of several
+# weights halve twice.
 _PRODUCT = {"T": 400, "D": 432, "F": 448}
 _REMOTE = {"T": 400, "K": 432, "N": 448, "R": 2}
 _STREAMED = {"D": 912, "F": 960, "K": 912, "N": 960}  # where weights stream past few tokens: steps of 128
 _SMALL: dict[str, dict[str, int]] = {
     **dict.fromkeys(("linear_act", "gated_linear", "dgrad_act", "dgrad_gated", "wgrad_accumulate"), _PRODUCT),
     "scaled_linear": {"T": 784, "D": 800, "F": 832},  # a stage of fp8 has 128 of K
-    "linear_cross_entropy": {"T": 128, "D": 400, "V": 9232},  # wider than the widest block
+    "linear_cross_entropy": {"T": 128, "D": 80, "V": 9232},  # wider than the widest block
     "all_gather_linear": _REMOTE,
     "linear_reduce_scatter": _REMOTE,
     "all_reduce_rmsnorm": {"T": 17},
@@ -105,6 +105,7 @@ _SOME: dict[str, tuple[str, ...]] = {
     "dgrad_gated": ("t8192-d4096-f14336-bf16-silu-recompute_act",),
     "wgrad_accumulate": ("t8192-d4096-f16384-bf16-bias-fp32",),
     "scaled_linear": ("t16-d4096-f4096-bf16-product-row-nobias",),
+    "linear_cross_entropy": ("t8192-d4096-v16384-bf16-again",),
     "paged_attention": ("llama8b-bf16", "llama8b-invariant-bf16", "gemma-mixed-fp16"),
     "rms_norm": ("t8192-d5120-bf16-residual_fp32-p_0.1",),
     "layer_norm": ("t1024-d32768-bf16-residual_same",),
@@ -186,9 +187,9 @@ def _small_projection(spec: OpSpec, large: Projection) -> Small:
     like = next(case for case in spec.tagged("codegen") if case.dtype == BF16)
     backward = spec.name in ("dgrad_act", "dgrad_gated")
     given = {"activation": large.activation, "bias": large.bias, "weights": len(large.widths), "residual": False}
-    given |= {"recompute_act": False} if backward else {}
-    given |= {"activation": like.options["activation"]} if backward else {}
-    options = like.options | {name: value for name, value in given.items() if name in like.options}
+    if backward:
+        given |= {"activation": like.options["activation"], "recompute_act": False}
+    options = {name: given.get(name, value) for name, value in like.options.items()}
     if backward:  # the product's output is the projection's input
         sizes = {T: large.T, D: large.F, F: large.D}
     elif spec.name == "gated_linear":

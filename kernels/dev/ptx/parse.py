@@ -12,6 +12,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # Bits of a register or an operand by type.
 BITS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16}
@@ -88,12 +89,18 @@ class Instruction:
         return next((int(found[1]) for part in self.parts if (found := _WIDTH.fullmatch(part))), 1)
 
 
+class Parameter(NamedTuple):
+    kind: str  # the type, "b8" of a structure
+    name: str
+    size: int  # bytes
+
+
 @dataclass
 class Kernel:
     name: str
     target: str  # "sm_90a"
     threads: int  # of a block
-    params: list[tuple[str, str]]  # (type, name), in order
+    params: list[Parameter]
     shared: list[str]  # the names of shared variables
     registers: dict[str, int] = field(default_factory=dict)  # name -> bits
     code: list[Instruction] = field(default_factory=list)
@@ -115,11 +122,20 @@ def parse(text: str) -> Kernel:
         name=entry[1],
         target=target[1],
         threads=int(threads[1]) if threads else 1,
-        params=re.findall(r"\.param\s+\.(\w+)[^,]*?(\w+_param_\d+)", entry[2]),
+        params=[_parameter(each) for each in entry[2].split(",") if each.strip()],
         shared=re.findall(r"\.shared[^;]*?\.b8\s+(\w+)\[\d*\]", text),
     )
     _Body(kernel, where).read(text, entry.end())
     return kernel
+
+
+def _parameter(text: str) -> Parameter:
+    """Of ``.param .u64 .ptr .global .align 1 name``, or ``.param .align 64 .b8 name[128]``."""
+    found = re.fullmatch(r"\s*\.param\s(.*?)([\w$]+)\s*(?:\[(\d+)\])?\s*", text, re.S)
+    kind = found and next((each for each in re.findall(r"\.(\w+)", found[1]) if each in BITS), None)
+    if not found or not kind:
+        raise ValueError(f"expected a parameter of a known type, not {text.strip()!r}")
+    return Parameter(kind, found[2], BITS[kind] // 8 * int(found[3] or 1))
 
 
 def registers_of(operand: object) -> set[str]:

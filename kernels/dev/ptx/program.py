@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from . import arithmetic, units
-from .parse import BITS, Immediate, Instruction, Kernel, Symbol, registers_of
+from . import arithmetic, convergence, units
+from .accesses import accesses
+from .parse import BITS, Address, Immediate, Instruction, Kernel, Symbol, Vector, registers_of
 from .translate import Translator, Unknown
 
 EXIT = 1 << 30  # the "basic block" of threads that have ended
 SHARED_BASE = 1024  # so that address 0 is invalid; swizzled tiles are aligned to 1024 bytes
 _BRANCHES = ("bra", "ret", "exit")
+_WAITING = {"acquire", "cas", "volatile", "relaxed"}  # of loads in loops that wait for other blocks
 _TYPES = {name: getattr(arithmetic, name) for name in ("u1", "u2", "u4", "u8")}
 _TYPES |= {name: getattr(arithmetic, name) for name in ("i1", "i2", "i4", "i8", "f2", "f4", "f8")}
 
@@ -35,13 +37,18 @@ class Program:
         if len(set(kernel.shared)) > 1:
             raise NotImplementedError(f"{kernel.name}: several shared variables: {', '.join(kernel.shared)}")
         self.translator = Translator(kernel, dict.fromkeys(kernel.shared, SHARED_BASE))
-        self.params = {name: i for i, (_, name) in enumerate(kernel.params)}
+        self.params = {each.name: i for i, each in enumerate(kernel.params)}
         self.granule = min([4, *(_width(i) for i in kernel.code if _is_shared(i))])
-        self.ranges = self._ranges()
+        straight = self._ranges()
+        self._early = self._found_early(straight)
+        self.ranges = [part for each in straight for part in convergence.parts(kernel.code, *each)]
         self.number = {start: n for n, (start, _) in enumerate(self.ranges)}
         self.number[len(kernel.code)] = EXIT
+        gathers = (convergence.gathering(kernel.code, *each) for each in self.ranges)
+        self.gathers = {n: found for n, found in enumerate(gathers) if found is not None}
         # A loop that waits for other blocks may not keep them from running.
-        self.waits_for_others = any("acquire" in i.opcode or ".cas." in i.opcode for i in kernel.code)
+        self.waits_for_others = any(i.parts[0] in ("ld", "atom") and _WAITING & set(i.parts) for i in kernel.code)
+        self.accesses = accesses(kernel)
         self._names: dict[str, Any] = {**_TYPES, "np": np, "A": arithmetic, "where": np.where, "EXIT": EXIT}
         self._steps: dict[tuple[int, bool], Step] = {}
         unknown: set[str] = set()
@@ -67,7 +74,7 @@ class Program:
 
     def _source(self, number: int, masked: bool, unknown: set[str]) -> str:
         start, end = self.ranges[number]
-        early, lines = self._touched_early(start, end), ["def step(S, R, m):"]
+        early, lines = self._early, ["def step(S, R, m):"]
         for n in range(start, end):
             lines += [f"    S.wait_for_registers({early[n]}, {n})"] if n in early else []
             try:
@@ -91,23 +98,49 @@ class Program:
                 return [f"return {to}"]
             return [*lines, f"return S.branch({test}, {to}, {self.number.get(n + 1, EXIT)})"]
         if i.opcode.startswith("ld.param"):
-            call = f"S.parameter({self._parameter(i)})"
-            return [*lines, self.translator.put(i.args[0], call, i.parts[-1], guard)]
+            return lines + self._parameter(i, guard)
         found = units.lines(self.translator, n, i, guard)
         return lines + (self.translator.lines(i, guard) if found is None else found)
 
-    def _parameter(self, i: Instruction) -> str:
-        address: Any = i.args[1]
-        return f"{self.params[address.base.name]}, '{i.parts[-1]}', {address.offset}"
+    def _parameter(self, i: Instruction, guard: str | None) -> list[str]:
+        into, address, kind = i.args[0], i.args[1], i.parts[-1]
+        items = into.items if isinstance(into, Vector) else (into,)
+        if not isinstance(address, Address) or not isinstance(address.base, Symbol):
+            raise Unknown(i.text)
+        if address.base.name not in self.params or BITS[kind] > 64 or len(items) != i.count:
+            raise Unknown(i.text)
+        number, offset, size = self.params[address.base.name], address.offset, BITS[kind] // 8
+        if offset + size * len(items) > self.kernel.params[number].size:
+            raise ValueError(f"PTX line {i.line}: `{i.text}` reads past the parameter")
+        calls = [f"S.parameter({number}, '{kind}', {offset + size * k})" for k in range(len(items))]
+        return [self.translator.put(each, call, kind, guard) for each, call in zip(items, calls)]
 
-    def _touched_early(self, start: int, end: int) -> dict[int, list[int]]:
-        """Instructions of a block that touch registers which a wgmma before them may still write, and which registers.
+    def _found_early(self, straight: list[tuple[int, int]]) -> dict[int, list[int]]:
+        """Instructions that touch registers which a wgmma before them may still write, and which registers.
 
         The PTX ISA leaves that undefined; ptxas waits there (its advisories C7510 and following), and Triton relies on
-        it where each step's product is added to sums of their own. It is looked for within a basic block.
+        it where each step's product is added to sums of their own, and in epilogues within a loop. Blocks are looked at
+        until what is under way at their starts grows no more.
         """
-        under_way: set[str] = set()
-        found = {}
+        code, labels = self.kernel.code, self.kernel.labels
+        ends, begun = dict(straight), {start: set[str]() for start, _ in straight}
+        found: dict[int, list[int]] = {}
+        waiting = list(begun)
+        while waiting:
+            start = waiting.pop()
+            end = ends[start]
+            left = self._touched_early(start, end, set(begun[start]), found)
+            last = code[end - 1]
+            after = [labels[_label(last)]] if last.parts[0] == "bra" else []
+            after += [end] if last.parts[0] not in _BRANCHES or last.predicate is not None else []
+            for follower in after:
+                if follower in begun and not left <= begun[follower]:
+                    begun[follower] |= left
+                    waiting.append(follower)
+        return found
+
+    def _touched_early(self, start: int, end: int, under_way: set[str], found: dict[int, list[int]]) -> set[str]:
+        """Add those of a basic block to ``found``; returns the registers that a wgmma may still write at its end."""
         for n in range(start, end):
             i = self.kernel.code[n]
             if i.opcode.startswith("wgmma.wait_group") and i.args[0] == Immediate(0):
@@ -118,7 +151,7 @@ class Program:
             if touched:
                 found[n] = sorted(self.translator.index[name] for name in touched)
             under_way = (under_way - touched) | own
-        return found
+        return under_way
 
 
 def _label(i: Instruction) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .memory import UNDER_WAY, Array, Guard
+from .memory import UNDER_WAY, WORDS, Array, Guard
 
 if TYPE_CHECKING:
     from .memory import Global, Reports, Shared
@@ -61,12 +61,19 @@ class Barrier:
         self.bytes = self.phase = 0
         self.clock = np.zeros(warps, np.int32)  # what those who arrived knew
         self.released = np.zeros(warps, np.int32)  # the same of the phase that ended last
-        self.copies: list[Callable[[], None]] = []  # that land when a thread waits
+        self.copies: list[tuple[int, Callable[[], None]]] = []  # (where, what lands when a thread waits)
 
     def settle(self) -> None:
         if self.left == 0 and self.bytes == 0:
             self.phase, self.left = self.phase + 1, self.count
             self.released = self.clock.copy()
+
+    def land(self) -> None:
+        """Land all copies so far."""
+        for _, land in self.copies:
+            land()
+        self.copies = []
+        self.settle()
 
 
 def swizzled(address: Array, mode: int) -> Array:
@@ -87,6 +94,7 @@ class TensorCopies:
     shared: Shared
     threads_of: Callable[[Guard], Array]
     shared_places: Callable[..., tuple[Array, Array]]
+    parameter_bytes: Callable[[int, int], bytes | None]
 
     def start_copies(self) -> None:
         self._barriers: dict[tuple[int, int], Barrier] = {}
@@ -94,7 +102,6 @@ class TensorCopies:
         self._bulk = np.zeros(self.n, np.int64)  # bulk groups that each thread has committed
         self._boxes: dict[Any, Any] = {}
         self._tried: set[Any] = set()
-        self._last_load = 0  # the instruction
         self._given_up = 0  # times since the last arrival or copy
 
     def end_copies(self) -> None:
@@ -102,8 +109,9 @@ class TensorCopies:
             land()
         for _, _, _, where in self._stores:
             self.reports.add("a tensor copy that is never waited for", where)
-        if any(barrier.copies for barrier in self._barriers.values()):
-            self.reports.add("a tensor copy into shared memory that is never waited for", self._last_load)
+        for barrier in self._barriers.values():
+            for where, _ in barrier.copies:
+                self.reports.add("a tensor copy into shared memory that is never waited for", where)
 
     # ---------------------------------------------------------------------------------------------------- descriptors
 
@@ -132,16 +140,21 @@ class TensorCopies:
                 self.globals.bytes[start : start + _DESCRIPTOR] = self.shared.bytes[at : at + _DESCRIPTOR]
 
     def _tensor(self, address: int, where: int) -> Tensor | None:
-        if not self.globals.check(np.array([address], u8), _DESCRIPTOR, where, "read of a descriptor").all():
-            return None
-        start = address - self.globals.base
-        raw = self.globals.bytes[start : start + _DESCRIPTOR].tobytes()
+        raw = self.parameter_bytes(address, _DESCRIPTOR)  # of the host's descriptors
+        if raw is None:
+            if not self.globals.check(np.array([address], u8), _DESCRIPTOR, where, "read of a descriptor").all():
+                return None
+            start = address - self.globals.base
+            raw = self.globals.bytes[start : start + _DESCRIPTOR].tobytes()
 
         def field(name: str, ordinal: int = 0) -> int:
             offset, size = _FIELDS[name]
             return int.from_bytes(raw[offset + size * ordinal : offset + size * (ordinal + 1)], "little")
 
         dims = range(field("rank") + 1)
+        if len(dims) > 5 or field("elemtype") >= len(_ELEMENTS) or not all(field("box_dim", k) for k in dims):
+            self.reports.add("a tensor copy by what is no descriptor", where)
+            return None
         steps = [field("element_stride", k) for k in dims]
         if field("interleave_layout") or field("fill_mode") or steps != [1] * len(dims):
             raise NotImplementedError("a tensor copy with interleaving, NaN as filling or element strides")
@@ -245,10 +258,7 @@ class TensorCopies:
             self._tried.add(attempt)
             return False
         if barrier.phase & 1 == parity:
-            for land in barrier.copies:
-                land()
-            barrier.copies = []
-            barrier.settle()
+            barrier.land()
         if barrier.phase & 1 == parity:
             self.stalled[waiting] = True
             return False
@@ -283,9 +293,9 @@ class TensorCopies:
             self.shared.bytes[placed[0] : placed[0] + total] = 0xFF
             tile = block * self.shared.pitch + swizzled(start + offsets, tensor.swizzle)
             source = np.where(inside, self.globals.index(address, tensor.itemsize), 0)
-            self._last_load = where
-            barrier.copies.append(partial(self._land_tile, barrier, tensor.itemsize, source, inside, tile, lines, warps,
-                                          self.shared.tick(warp)))  # fmt: skip
+            tick = self.shared.tick(warp)
+            land = partial(self._land_tile, barrier, tensor.itemsize, source, inside, tile, lines, warps, tick, where)
+            barrier.copies.append((where, land))
         self._advance()
 
     def _land_tile(
@@ -298,9 +308,11 @@ class TensorCopies:
         lines: Array,
         warps: Array,
         tick: int,
+        where: int,
     ) -> None:
-        view = self.globals.views[size]
-        self.shared.views[size][tile // size] = np.where(inside, view[source], view.dtype.type(0))
+        found = np.zeros(len(inside), WORDS[size])
+        found[inside] = self.globals.views[size][source[inside]]
+        self.shared.views[size][tile // size] = found
         self.shared.land(lines, _LINE, warps, tick)
         barrier.bytes -= _LINE * len(lines)
         own = self.shared.own[warps[0]]

@@ -44,6 +44,7 @@ class Translator:
         self.index = {name: i for i, name in enumerate(kernel.registers)}
         self.bits = kernel.registers
         self.shared = shared
+        self.params = {each.name: n for n, each in enumerate(kernel.params)}
         self.constants: dict[str, Any] = {}
         self._names: dict[tuple[int, str], str] = {}
 
@@ -73,6 +74,8 @@ class Translator:
                 return f"A.from_bf16(np.full(S.n, {value}, u2))"
             case Immediate(value):
                 return self.constant(value, kind)
+            case Symbol(name) if name in self.params and BITS[kind] != 64:
+                raise Unknown(f"the address of {name} as .{kind}")
             case Symbol(name):
                 return self.special(name)
         text = self.register(operand)
@@ -89,9 +92,11 @@ class Translator:
         return f"np.full(S.n, {text})" if isinstance(operand, Immediate) and kind not in ("bf16", "pred") else text
 
     def special(self, name: str) -> str:
-        """A special register, or the address of a shared variable."""
+        """A special register, or the address of a shared variable or of a parameter."""
         if name in self.shared:
             return f"S.filled({self.shared[name]})"
+        if name in self.params:
+            return f"S.parameter_address({self.params[name]})"
         known = {"%tid.x": "S.tid", "%laneid": "S.lane", "%warpid": "S.warp_in_block", "%ntid.x": "S.filled(S.threads)"}
         known |= {"%globaltimer": "S.timer()", "%cluster_ctarank": "S.filled(0)"}
         for axis in "xyz":
@@ -118,7 +123,7 @@ class Translator:
         have, made = self.bits[operand.name], BITS[kind]  # type: ignore[union-attr]
         if kind == "bf16":
             expression = f"A.to_bf16({expression})"
-        elif kind in _FLOATS:
+        elif kind in _FLOATS or kind == "f64":
             expression = f"({expression}).view({_UINT[made]})"
         elif kind[0] == "s":
             expression = f"({expression}).astype({_SINT[have]}).view({_UINT[have]})"
@@ -152,6 +157,8 @@ class Translator:
             text = self._packed(i, _HALVES[kind])
         elif kind in _FLOATS:
             text = self._float(i, kind)
+        elif kind == "f64":
+            text = self._double(i)
         else:
             return [self._integer(i, kind, guard)]
         return [self.put(args[0], text, "b32" if kind in _HALVES else kind, guard)]
@@ -223,7 +230,8 @@ class Translator:
         values = [self.array(each, kind) for each in args[1 : 3 if base == "selp" else None]]
         if ftz and base not in _APPROXIMATE:
             values = [f"A.flush({each})" for each in values]
-        if set(parts[1:-1]) - _FLOAT_MODIFIERS:
+        magnitudes = base in ("min", "max") and parts[-3:-1] == ["xorsign", "abs"] and len(values) == 2
+        if set(parts[1:-1]) - _FLOAT_MODIFIERS - ({"xorsign", "abs"} if magnitudes else set()):
             raise Unknown(i.opcode)
         if base == "selp":
             return f"where({self.source(args[3], 'pred')}, {values[0]}, {values[1]})"
@@ -234,7 +242,8 @@ class Translator:
         if base in ("min", "max"):
             text, *others = values
             for other in others:
-                text = f"A.minimum({text}, {other}, nan={'NaN' in parts}, largest={base == 'max'})"
+                options = f"nan={'NaN' in parts}, largest={base == 'max'}, magnitudes={magnitudes}"
+                text = f"A.minimum({text}, {other}, {options})"
             return f"{text}.astype(f2)" if kind == "f16" else text
         if kind != "f32":
             if ftz or base not in ("add", "sub", "mul", "fma"):
@@ -255,6 +264,23 @@ class Translator:
         else:
             raise Unknown(i.opcode)
         return f"A.flush({text})" if ftz else text
+
+    def _double(self, i: Instruction) -> str:
+        """What numpy rounds as the ISA does."""
+        base = i.parts[0]
+        if set(i.parts[1:-1]) - {"rn"}:
+            raise Unknown(i.opcode)
+        if base == "selp":
+            x, y = (self.array(each, "f64") for each in i.args[1:3])
+            return f"where({self.source(i.args[3], 'pred')}, {x}, {y})"
+        values = [self.array(each, "f64") for each in i.args[1:]]
+        if len(values) == 1 and base in ("neg", "abs", "sqrt"):
+            return f"(-{values[0]})" if base == "neg" else f"np.{base}({values[0]})"
+        if len(values) == 2 and base in ("add", "sub", "mul", "div"):
+            return f"({values[0]} {(_INFIX | {'div': '/'})[base]} {values[1]})"
+        if len(values) == 2 and base in ("min", "max"):
+            return f"A.minimum({values[0]}, {values[1]}, nan=False, largest={base == 'max'})"
+        raise Unknown(i.opcode)
 
     def _packed(self, i: Instruction, half: str) -> str:
         base, registers = i.parts[0], [self.array(each, "b32") for each in i.args[1:]]
@@ -298,7 +324,7 @@ class Translator:
         if len(args) != 3:
             raise Unknown(i.opcode)
         a, b = self.array(args[1], kind), self.source(args[2], kind)
-        if kind in _FLOATS:
+        if kind in _FLOATS or kind == "f64":
             if "ftz" in i.parts:
                 a, b = f"A.flush({a})", f"A.flush({b})"
             return [self.put(args[0], _compared(i, a, b), "pred", guard)]
@@ -310,6 +336,8 @@ class Translator:
     def _cvt(self, i: Instruction, guard: str | None) -> str:
         *mods, to, of = i.parts[1:]
         args = i.args
+        if i.parts[1:] == ["rz", "f16", "f32"]:
+            return self.put(args[0], f"A.truncated({self.array(args[1], of)})", "b16", guard)
         if set(mods) - {"rn", "ftz", "satfinite", *_ROUND_TO_INTEGER} or ("ftz" in mods and of != "f32"):
             raise Unknown(i.opcode)
         if to in _HALVES and of == "f32" and mods == ["rn"]:

@@ -13,6 +13,7 @@ from .translate import Translator, Unknown
 _BARRIERS = ("bar.sync", "barrier.sync")
 _NOTHING = ("bar.warp.sync", "griddepcontrol", "prefetch", "discard")
 _OPERATIONS = ("add", "exch", "cas", "max", "min", "and", "or")
+_SUMS = {"f16": "noftz", "bf16": "noftz", "f16x2": "noftz", "bf16x2": "noftz", "f32": "", "f64": ""}
 
 
 def is_barrier(i: Instruction) -> bool:
@@ -67,14 +68,25 @@ def _access(t: Translator, n: int, i: Instruction, guard: str | None) -> list[st
 
 
 def _atomic(t: Translator, n: int, i: Instruction, guard: str | None) -> list[str]:
-    kind = i.parts[-1]
+    """Integers, one for each thread, and sums of floating-point numbers, which may be several: of a vector."""
+    kind, floating = i.parts[-1], i.parts[-1] in _SUMS
     operation = next((part for part in i.parts if part in _OPERATIONS), None)
-    if operation is None or not any(part == "global" for part in i.parts) or kind[0] not in "bsu" or kind[:2] == "bf":
+    if operation is None or "global" not in i.parts or BITS.get(kind, 128) > 64:
+        raise Unknown(i.opcode)
+    if not floating and kind[0] not in "bsu":
+        raise Unknown(i.opcode)
+    if floating and (operation != "add" or ("noftz" in i.parts) != (_SUMS[kind] == "noftz")):
         raise Unknown(i.opcode)
     into, (where, *values) = (i.args[0], i.args[1:]) if i.parts[0] == "atom" else (Symbol("_"), i.args)
-    given = ", ".join(t.array(each, kind) for each in values)
-    call = f"S.atomic('{operation}', {BITS[kind] // 8}, {t.address(where)}, [{given}], {guard}, {n})"
-    return [t.put(into, call, f"b{BITS[kind]}", guard)]
+    columns = [_items(each) for each in values]  # of each operand its elements
+    if len(values) != 1 + (operation == "cas") or {len(each) for each in columns} != {i.count if floating else 1}:
+        raise Unknown(i.opcode)
+    read = f"b{BITS[kind]}" if floating else kind
+    given = ", ".join("[" + ", ".join(t.array(each, read) for each in element) + "]" for element in zip(*columns))
+    name = f"{operation}.{kind}" if floating else operation
+    found = [f"t = S.atomic('{name}', {BITS[kind] // 8}, {t.address(where)}, [{given}], {guard}, {n})"]
+    targets = enumerate(_items(into)) if i.parts[0] == "atom" else ()
+    return found + [t.put(each, f"t[{k}]", f"b{BITS[kind]}", guard) for k, each in targets]
 
 
 def _across(t: Translator, n: int, i: Instruction, guard: str | None) -> list[str]:

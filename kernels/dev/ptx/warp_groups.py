@@ -43,6 +43,7 @@ class Product:
     turned_b: int
     adds: bool
     c: Product | Array = None  # registers, or the product under way whose result it is
+    given: list[Array] = field(default_factory=list)  # A's registers when it began
     held: list[Array] = field(default_factory=list)  # what it reads of shared memory
     result: Array = None
 
@@ -83,8 +84,16 @@ class WarpGroups:
         read = product.registers if product.adds and not isinstance(product.c, Product) else []
         for r in [*read, *(product.a if isinstance(product.a, list) else [])]:
             if known is None or (self.R[r] is not known[r] and (self.R[r][threads] != known[r][threads]).any()):
-                self.reports.add("a wgmma reads registers that were written without a wgmma.fence since", product.where)
+                name = "a wgmma reads registers that were written without a wgmma.fence since; ptxas may inject it"
+                self.reports.add(name, product.where)
                 return
+
+    def _check_kept(self, product: Product) -> None:
+        """Whether A's registers have kept their values: until its wait a product may read them."""
+        threads = slice(product.group * _GROUP, (product.group + 1) * _GROUP)
+        now = [self.R[r] for r in product.a] if isinstance(product.a, list) else []
+        if any(a is not b and (a[threads] != b[threads]).any() for a, b in zip(now, product.given)):
+            self.reports.add("registers with a wgmma's A are written before its wait", product.where)
 
     def _set_registers(self, product: Product, values: Any) -> None:
         """Write the result's registers, or poison, in order with other products."""
@@ -133,6 +142,7 @@ class WarpGroups:
             )
             chain = [each for each in self._products if each.group == group and each.registers == registers]
             product.c = chain[-1] if chain else np.stack([self.R[r][threads] for r in registers])
+            product.given = [self.R[r] for r in a] if isinstance(a, list) else []
             self._products.append(product)
             self._operands(product)
             for lines in product.held:
@@ -162,6 +172,7 @@ class WarpGroups:
 
     def _finish(self, product: Product) -> None:
         held, product.held = product.held, []
+        self._check_kept(product)
         a, b = self._operands(product)
         for lines in held:
             self.shared.hold(lines, _LINE, -1)
