@@ -16,6 +16,7 @@ struct Config {
 };
 
 int stub_launches = 0, stub_expected = 0; /* the second: the number of the next launch's arguments, set by the test */
+int stub_capacity = 232448; /* bytes of shared memory that a block may have */
 unsigned stub_grid[3], stub_threads, stub_shared;
 uint64_t stub_arguments[MOST];
 /* Gets what was loaded as the kernel's module. */
@@ -59,7 +60,7 @@ Result cuDeviceGetAttribute(int *value, int attribute, int device) {
     case 16: *value = 132; return 0;     /* multiprocessors */
     case 75: *value = 9; return 0;       /* compute capability */
     case 76: *value = 0; return 0;
-    case 97: *value = 232448; return 0;  /* shared memory that a block may have, in bytes */
+    case 97: *value = stub_capacity; return 0;
     default: *value = 1000; return 0;
   }
 }

@@ -67,22 +67,20 @@ def test_a_case_of_models_for_every_kernel():
 
 
 def test_a_sample_for_sm_80():
-    answers = _emulated("--arch", "sm_80", "--part", "2/12")
-    assert len(answers) >= 15
+    answers = _emulated("--arch", "sm_80", "--part", "2/20")
+    assert len(answers) >= 8
     _ran_and_are_right(answers)
 
 
 @pytest.mark.skipif(
     not SIDE, reason="SHARDFUSE_SIDE_TRITON does not name a folder with another Triton (make test sets it)"
 )
-def test_a_sample_under_another_triton():
-    answers = _emulated("--arch", "sm_90", "--part", "3/12", triton=SIDE)
-    assert len(answers) >= 15
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [(("--part", "3/24"), 7), (("--models", "some", "--op", "paged_attention", "--case", "llama8b-"), 2)],
+    ids=["test cases", "tiles whose products need fences"],
+)
+def test_a_sample_under_another_triton(options: tuple[str, ...], least: int):
+    answers = _emulated("--arch", "sm_90", *options, triton=SIDE)
+    assert len(answers) >= least
     _ran_and_are_right(answers)
-
-
-def test_a_missing_instruction_is_found():
-    case = ("--arch", "sm_80", "--op", "linear_act", "--case", "t100-d64-f64-bf16-identity-nobias")
-    [answer] = _emulated(*case, "--remove", "cp.async.wait_group")
-    assert not answer["ok"]
-    assert any("shared read of a copy before its wait" in report for report in answer["reports"])

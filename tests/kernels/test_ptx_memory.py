@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from ptx_copies import COLUMNS, ELEMENTS, REGION, ROWS, TALL, arriving, tensor_arrays, tensor_map, waiting
 from ptx_text import FENCED, LANES, PREFIX, addresses, kernel, launched, moved, of_lane, swizzled, words
 
 from shardfuse.kernels.dev import stub_cuda
@@ -189,15 +190,6 @@ def test_cp_async(form):
         assert found[lane].tobytes() == (b"" if lane % 8 == 5 else copied).ljust(16, b"\xff"), lane
 
 
-def arriving(guard: str, count: int = 0, space: str = "shared::cta", barrier: str = "%r1") -> str:
-    return f"@{guard} mbarrier.arrive.expect_tx.{space}.b64 _, [{barrier}], {count};"
-
-
-def waiting(parity: int, space: str = "shared::cta", barrier: str = "%r1") -> str:
-    text = f"mov.b32 %r40, {parity}; {{ .reg .pred complete; waitLoop: mbarrier.try_wait.parity.{space}.b64"
-    return text + f" complete, [{barrier}], %r40; @!complete bra.uni waitLoop; }}"
-
-
 @pytest.mark.parametrize("space", ["shared::cta", "shared"])
 def test_mbarrier_phases(space):
     """9.7.13.15: a phase ends with its last arrival; a wait for a parity ends once the phase of that parity is over.
@@ -236,37 +228,20 @@ def test_mbarrier_try_wait_gives_up():
     assert found.tolist() == [0] * 64
 
 
-ELEMENTS = {0x0: "u1", 0x6: "u2", 0x7: "u4", 0xA: "u2"}  # .u8, .f16, .f32 and .bf16 in a tensor map
-ROWS, COLUMNS, TALL, REGION = 21, 150, 12, 2048
 READ_AT = [(0, 0), (5, 3), (-3, -2), (COLUMNS - 4, ROWS - 2), (COLUMNS - 9, -1), (COLUMNS, 0), (-130, 4)]
 WRITTEN_AT = [(-3, -2), (COLUMNS - 4, ROWS - 2), (10, 12), (COLUMNS, 0), (0, -12)]  # boxes apart from each other
 BOXES = [(0, 16), (0, 96), (1, 32), (2, 64), (3, 128)]  # swizzle, bytes of a row
 
 
-def tensor_map(kind: int, width: int, swizzle: int) -> str:
-    """Write the map of array 0 to array 1, by way of shared memory; what is numbered 0 is the innermost dimension."""
-    part = "@%p2 tensormap.replace.tile."
-    text = "setp.lt.u32 %p1, %r0, 32; setp.eq.b32 %p2, %r0, 0; mov.b32 %r3, 0; mad.lo.s32 %r4, %r0, 4, %r1;"
-    text += "@%p1 st.shared.b32 [ %r4 + 0 ], %r3; bar.warp.sync -1; cvt.u64.u32 %rd9, %r1;"
-    text += f"{part}global_address.shared::cta.b1024.b64 [ %rd9 + 0 ], %rd0;"
-    for dimension, sizes in enumerate([(width, COLUMNS, 1), (TALL, ROWS, 1)]):
-        for name, size in zip(("box_dim", "global_dim", "element_stride"), sizes):
-            text += f"mov.b32 %r7, {size}; {part}{name}.shared::cta.b1024.b32 [ %rd9 + 0 ], {dimension:#x}, %r7;"
-    text += f"mov.b64 %rd8, {160 * np.dtype(ELEMENTS[kind]).itemsize};"
-    text += f"{part}global_stride.shared::cta.b1024.b64 [ %rd9 + 0 ], 0x0, %rd8;"
-    modes = {"rank": 1, "elemtype": kind, "interleave_layout": 0, "swizzle_mode": swizzle, "fill_mode": 0}
-    text += "".join(f"{part}{name}.shared::cta.b1024.b32 [ %rd9 + 0 ], {value:#x};" for name, value in modes.items())
-    text += "@%p1 tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned"
-    text += " [ %rd1 + 0 ], [ %rd9 + 0 ], 0x80; @%p1 fence.proxy.tensormap::generic.acquire.gpu [ %rd1 + 0 ], 0x80;"
-    text += "@%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group.read 0; bar.sync 0;"
-    return text + "cvta.global.u64 %rd5, %rd1; elect.sync %r5|%p3, -1; and.pred %p3, %p3, %p1;"
-
-
 def tensor_copies(kind: int, swizzle: int, span: int, corners: list[tuple[int, int]], copy: str) -> str:
     """Array 2 to shared memory, the map, and a copy for each corner; %r50 is a barrier beside the map."""
     body = moved(REGION * 8, False, 2) + FENCED + tensor_map(kind, span // np.dtype(ELEMENTS[kind]).itemsize, swizzle)
-    body += "add.s32 %r50, %r1, 1024; @%p2 mbarrier.init.shared::cta.b64 [%r50], 1; bar.sync 0;"
-    body += arriving("%p2", TALL * span * len(corners), barrier="%r50") + "bar.sync 0;"
+    body += "add.s32 %r50, %r1, 1024; @%p2 mbarrier.init.shared::cta.b64 [%r50], 1;"
+    body += (
+        "fence.mbarrier_init.release.cluster; bar.sync 0;"
+        + arriving("%p2", TALL * span * len(corners), barrier="%r50")
+        + "bar.sync 0;"
+    )
     for n, (x, y) in enumerate(corners):
         body += f"mov.b32 %r10, {x}; mov.b32 %r11, {y}; add.s32 %r12, %r1, {REGION * (n + 1)}; @%p3 {copy};"
     return body
@@ -280,15 +255,6 @@ def tensor_loads(kind: int, swizzle: int, span: int, space: str = "shared::cta")
 def tensor_stores(kind: int, swizzle: int, span: int, wait: str) -> str:
     copy = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd5, {%r10, %r11}], [%r12]"
     return tensor_copies(kind, swizzle, span, WRITTEN_AT, copy) + f"cp.async.bulk.commit_group; {wait} 0;"
-
-
-def tensor_arrays(kind: int) -> list[np.ndarray]:
-    """A matrix whose rows are 160 apart, room for its map, an image of shared memory; all at multiples of 128 bytes."""
-    made = []
-    for size in (ROWS * 160 * np.dtype(ELEMENTS[kind]).itemsize, 128, REGION * 8):
-        room = np.frombuffer(random.randbytes(size + 128), "u1").copy()
-        made.append(room[-room.ctypes.data % 128 :][:size])
-    return made
 
 
 def each_box(usual: str, seldom: str) -> list:
@@ -482,7 +448,7 @@ def test_a_tensor_load_is_named_by_its_own_instruction():
     copy = "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes"
     body = moved(REGION * 2, False, 2) + FENCED + tensor_map(0xA, 32, 0) + "add.s32 %r50, %r1, 1024; mov.b32 %r10, 0;"
     body += "add.s32 %r51, %r50, 8; add.s32 %r12, %r1, 2048; add.s32 %r13, %r1, 3072; mov.b32 %r11, 12;"
-    body += "".join(f"@%p2 mbarrier.init.shared::cta.b64 [{each}], 1;" for each in ("%r50", "%r51")) + "bar.sync 0;"
+    body += "".join(f"@%p2 mbarrier.init.shared::cta.b64 [{each}], 1;" for each in ("%r50", "%r51")) + FENCED
     body += "".join(arriving("%p2", 768, barrier=each) for each in ("%r50", "%r51"))
     body += "setp.eq.b32 %p4, %r0, 32; @%p4 st.global.b32 [%rd0], %r0;"
     body += f"@%p3 {copy} [%r12], [%rd5, {{%r10, %r10}}], [%r50]; @%p3 {copy} [%r13], [%rd5, {{%r10, %r11}}], [%r51];"

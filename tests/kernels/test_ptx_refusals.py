@@ -197,7 +197,8 @@ scaled[2,](described, triton.reinterpret(codes.view(torch.int8), tl.float8e5), o
 wish = torch.zeros(16, 32)
 wish[:6, :16] = x[4:, 32:] * 0.5
 print(torch.equal(out, wish + codes.float()), torch.equal(total, 2 * wish.sum(0)), len(driver.log))
-print([result.reports for result in driver.log], [each.name for each in driver._memory])
+faults = [report for result in driver.log for report in result.reports if not report.startswith("note: ")]
+print(faults, [each.name for each in driver._memory])
 """
 
 
@@ -212,4 +213,43 @@ def test_a_kernel_gets_what_only_triton_makes(tmp_path, arch):
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "SHARDFUSE_POISON")}
     done = subprocess.run([sys.executable, str(program), arch], env=environment, capture_output=True, text=True)
     assert done.stdout.split("\n")[0] == "True True 1", done.stdout + done.stderr
-    assert done.stdout.split("\n")[1].startswith("[[]] ['argument 0 (10, 48)', 'argument 1 (32,)',"), done.stdout
+    assert done.stdout.split("\n")[1].startswith("[] ['argument 0 (10, 48)', 'argument 1 (32,)',"), done.stdout
+
+
+LARGE = """
+import sys, torch, triton, triton.language as tl
+from shardfuse.kernels.dev.ptx import driver
+
+@triton.jit
+def product(a, b, out, steps):
+    rows, columns = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    total = tl.zeros((64, 64), tl.float32)
+    for k in range(steps):
+        at = k * 4096 + rows * 64 + columns
+        total = tl.dot(tl.load(a + at), tl.load(b + at), total)
+    tl.store(out + rows * 64 + columns, total)
+
+driver.install(sys.argv[1])
+a, b, out = torch.ones(2, 64, 64).half(), torch.ones(2, 64, 64).half(), torch.zeros(64, 64)
+try:
+    product[1,](a, b, out, 2, num_stages=int(sys.argv[2]))
+    print(torch.equal(out, torch.full((64, 64), 128.0)))
+except triton.runtime.errors.OutOfResources as error:
+    print(error.required > error.limit, error.limit)
+"""
+
+
+@pytest.mark.codegen
+@pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed: it compiles the stub of CUDA's driver")
+@pytest.mark.parametrize(
+    ("arch", "stages", "result"), [("sm_80", 9, "True"), ("sm_86", 9, "True 101376"), ("sm_86", 3, "True")]
+)
+def test_shared_memory_is_that_of_the_chip(tmp_path, arch, stages, result):
+    """Each stage of the pipeline but one takes 16 KiB: 128 KiB are less than sm_80 has, and more than sm_86."""
+    program = tmp_path / "program.py"
+    program.write_text(LARGE)
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "SHARDFUSE_POISON")}
+    command = [sys.executable, str(program), arch, str(stages)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == result, done.stdout + done.stderr

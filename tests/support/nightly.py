@@ -124,12 +124,12 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make emulate TRITON=side", 110),
         Part("make emulate TRITON=side ARGS='--models some'", 60),
     ),
-    (Part("make emulate ARGS='--models all --part 1/2'", 300),),
-    (Part("make emulate ARGS='--models all --part 2/2'", 300),),
+    (Part("make emulate ARGS='--models all --part 1/2'", 450),),
+    (Part("make emulate ARGS='--models all --part 2/2'", 450),),
     (
         Part("make emulate ARGS='--approximate up'", 80),
         Part("make emulate ARGS='--approximate down'", 80),
-        Part("make emulate ARGS=--vary", 350),
+        Part("make emulate ARGS=--vary", 450),
     ),
     (
         *(

@@ -215,6 +215,30 @@ FAULTS = (
         "away = s - tile_mean[:, None]",
         "columns behind the last count in the variance",
     ),
+    Fault(
+        "wgrad_accumulate",
+        "linear/triton.py",
+        "            if RELOAD:",
+        "            if not RELOAD:",
+        "row sums read the buffer of a product under way",
+        ("interpreter",),
+    ),
+    Fault(
+        "paged_attention",
+        "paged_attention/launch.py",
+        "or _copied(k_cache) or not _copied(v_cache)",
+        "or True",
+        "asynchronous products read values that no fence follows",
+        ("interpreter",),
+    ),
+    Fault(
+        "norm_rope_write_kv",
+        "runtime/sums_triton.py",
+        "return tl.fma(a, b, 0.0)",
+        "return a * b",
+        "lanes that share a sum round it differently",
+        ("interpreter",),
+    ),
     # Cross entropy
     Fault(
         "linear_cross_entropy",
@@ -222,7 +246,6 @@ FAULTS = (
         "exps = exps * tl.exp(peaks - shift) + tl.exp(z - shift)",
         "exps = exps + tl.exp(z - shift)",
         "softmax: the sum is not rescaled from block to block",
-        ("emulator",),
     ),
     Fault(
         "linear_cross_entropy",

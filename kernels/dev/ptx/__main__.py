@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from ...runtime.chips import converts_e4m3
 from .. import registry
 from ..registry import OpSpec
 from . import driver, models
+from .settings import Settings
 
 _ENDS = {"exact": 0, "up": 1, "down": -1}
 
@@ -42,26 +42,13 @@ def main() -> int:
         parser.error(f"--part {options.part}: expected I/N with 1 <= I <= N")
     os.environ.setdefault("SHARDFUSE_POISON", "1")
     driver.install(options.arch, options.slots)
-    driver.approximation = _ENDS[options.approximate]
-    if options.remove:
-        instruction = re.compile(rf"^[ \t]*(@!?%\w+[ \t]+)?{re.escape(options.remove)}[^;]*;", re.M)
-        removed = 0
-
-        def remove(text: str) -> str:
-            nonlocal removed
-            text, count = instruction.subn("", text)
-            removed += count
-            return text
-
-        driver.mutate = remove
+    driver.settings = Settings(end=_ENDS[options.approximate])
     torch.set_num_threads(1)
     wrong = 0
     for spec, small in found[part - 1 :: parts]:
         answer = emulate(spec, small, options.vary)
         wrong += not answer["ok"]
         print(json.dumps(answer) if options.json else _line(answer), flush=True)
-    if options.remove and not removed:
-        parser.error(f"--remove {options.remove}: no kernel has that instruction")
     return bool(wrong)
 
 
@@ -136,7 +123,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vary", action="store_true", help="the same bits with other poison, order of blocks and time of copies, too"
     )
-    parser.add_argument("--remove", default="", metavar="OPCODE", help="a fault: without the instructions of that name")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every Nth case from the Ith on")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each case")
     return parser

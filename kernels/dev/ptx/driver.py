@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...runtime.chips import described
 from .. import stub_cuda
 from ..registry import TARGETS
 from .launch import Result, execute
@@ -32,8 +33,7 @@ from .specialised import leaves, problems
 ARCHS = {name: int(number) for name, (backend, number, _) in TARGETS.items() if backend == "cuda" and int(number) < 100}
 
 log: list[Result] = []  # of every launch since the last ``log.clear()``
-settings = Settings()  # but ``end``, for which there is ``approximation``
-approximation = 0  # at which end of their error approximate instructions are: -1, 0 (exact), 1
+settings = Settings()  # of the launches to come
 mutate: Callable[[str], str] = lambda text: text  # PTX before it is run: for seeded faults
 
 _programs: dict[str, Program] = {}
@@ -60,8 +60,7 @@ def _emulate(config: Any, image: Any, arguments: Any) -> None:
                 f"{program.kernel.name}: blocks of {block} threads, compiled for {program.kernel.threads}"
             )
         parameters = [int.from_bytes(each, "little") for each in given]
-        under = dataclasses.replace(settings, end=approximation)
-        result = execute(program, grid, parameters, _memory, config.contents.shared, under)
+        result = execute(program, grid, parameters, _memory, config.contents.shared, settings)
         result.reports += [f"{problem}: {program.kernel.name}" for problem in _problems]
         log.append(result)
     except BaseException as error:
@@ -82,6 +81,7 @@ def install(arch: str, slots: int = 3) -> None:
     os.environ["TRITON_LIBCUDA_PATH"] = folder
     library = stub_cuda.build(Path(folder))
     stub = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    ctypes.c_int.in_dll(stub, "stub_capacity").value = described(arch).shared_per_block
     ctypes.c_void_p.in_dll(stub, "stub_emulate").value = ctypes.cast(_emulate, ctypes.c_void_p).value
 
     import triton.backends

@@ -193,6 +193,7 @@ class Launch(Lanes, TensorCopies, WarpGroups):
 
     def barrier(self, guard: Guard, where: int) -> None:
         self.waiting |= True if guard is None else guard
+        self.lanes_meet(guard)
 
     def _release(self, at: Array) -> bool:
         """Let blocks go on of which every thread that has not ended waits."""
@@ -284,6 +285,8 @@ class Launch(Lanes, TensorCopies, WarpGroups):
 
     def store_shared(self, address: Array, size: int, values: list[Array], guard: Guard, where: int) -> None:
         chosen, first = self.shared_places(address, size * len(values), guard, where, "write")
+        if self.program.makes_descriptors:
+            self._unmet.append((chosen, first, size * len(values)))
         view, at = self.shared.views[size], first // size
         given = [each[chosen].astype(view.dtype) for each in values]
         same = np.logical_and.reduce([view[at + i] == each for i, each in enumerate(given)])

@@ -19,7 +19,10 @@ from .parse import Kernel
 
 u1, u4, u8 = np.uint8, np.uint32, np.uint64
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-NEVER, WRITTEN, UNDER_WAY = 0, 1, 2  # states of a granule; UNDER_WAY: no thread has waited for the copy into it
+# States of a granule; UNDER_WAY: no thread has waited for the copy into it; MBARRIER: of an mbarrier until it is
+# invalidated.
+NEVER, WRITTEN, UNDER_WAY, MBARRIER = 0, 1, 2, 3
+_KEPT = {UNDER_WAY: "shared write to a copy's target before its wait", MBARRIER: "shared write to a live mbarrier"}
 _MOST_REPORTS = 50
 
 Array = Any
@@ -205,8 +208,11 @@ class Shared:
         """Warps write; ``same`` says which of them write what is there already, as several warps may at once."""
         at = self._granules(first, width)
         own = self.own[warp][:, None]
-        if (under_way := self.state[at] == UNDER_WAY).any():
-            self.reports.add("shared write to a copy's target before its wait", where, int(under_way.any(1).sum()))
+        before = self.state[at]
+        if (before > WRITTEN).any():
+            for kind, name in _KEPT.items():
+                if count := int((before == kind).any(1).sum()):
+                    self.reports.add(name, where, count)
         if (held := self.held[at]).any():
             name = "shared write to what an operation under way still reads"
             self.reports.add(name, where, int(held.any(1).sum()))
@@ -229,12 +235,28 @@ class Shared:
     def note_unit_read(self, first: Array, width: int, warp: Array, where: int) -> None:
         """An asynchronous unit reads for a warp: ordinary writes need a proxy fence before that."""
         self.note_read(first, width, warp, where)
+        self.check_fenced(first, width, int(warp[0]), where, "an asynchronous unit reads what was written")
+
+    def check_fenced(self, first: Array, width: int, warp: int, where: int, what: str) -> bool:
+        """Whether ordinary writes, which are reported, lack a proxy fence before the asynchronous units of a warp."""
         at = self._granules(first, width)
-        fenced = self.fenced(int(warp[0]))
-        bare = (self.written[at] > fenced[self.writer[at]]) & ~self.by_unit[at] & (self.state[at] == WRITTEN)
+        bare = (self.written[at] > self.fenced(warp)[self.writer[at]]) & ~self.by_unit[at]
+        bare &= (self.state[at] == WRITTEN) | (self.state[at] == MBARRIER)
         if bare.any():
-            name = "an asynchronous unit reads what was written without a fence.proxy.async since"
-            self.reports.add(name, where, int(bare.any(1).sum()))
+            self.reports.add(f"{what} without a fence.proxy.async since", where, int(bare.any(1).sum()))
+        return bool(bare.any())
+
+    def set_live(self, first: Array, live: bool) -> None:
+        """These are mbarriers from now on, or no longer."""
+        at = self._granules(first, 8)
+        self.state[at] = MBARRIER if live else np.where(self.state[at] == MBARRIER, WRITTEN, self.state[at])
+
+    def fence_barriers(self, warp: int) -> None:
+        """fence.mbarrier_init: asynchronous units see the mbarriers that a warp has initialised."""
+        rows = slice(
+            warp // self.warps * self.pitch // self.granule, (warp // self.warps + 1) * self.pitch // self.granule
+        )
+        self.by_unit[rows] |= (self.state[rows] == MBARRIER) & (self.writer[rows] == self.own[warp])
 
     def fence_units(self, warp: int) -> None:
         """fence.proxy.async: asynchronous units see all writes that the warp knows of, where the fence is known."""

@@ -46,7 +46,7 @@ _STREAMED = {"D": 912, "F": 960, "K": 912, "N": 960}  # where weights stream pas
 _SMALL: dict[str, dict[str, int]] = {
     **dict.fromkeys(("linear_act", "gated_linear", "dgrad_act", "dgrad_gated", "wgrad_accumulate"), _PRODUCT),
     "scaled_linear": {"T": 784, "D": 800, "F": 832},  # a stage of fp8 has 128 of K
-    "linear_cross_entropy": {"T": 128, "D": 80, "V": 9232},  # wider than the widest block
+    "linear_cross_entropy": {"T": 64, "D": 80, "V": 9232},  # wider than the widest block
     "all_gather_linear": _REMOTE,
     "linear_reduce_scatter": _REMOTE,
     "all_reduce_rmsnorm": {"T": 17},
@@ -106,7 +106,7 @@ _SOME: dict[str, tuple[str, ...]] = {
     "wgrad_accumulate": ("t8192-d4096-f16384-bf16-bias-fp32",),
     "scaled_linear": ("t16-d4096-f4096-bf16-product-row-nobias",),
     "linear_cross_entropy": ("t8192-d4096-v16384-bf16-again",),
-    "paged_attention": ("llama8b-bf16", "llama8b-invariant-bf16", "gemma-mixed-fp16"),
+    "paged_attention": ("llama8b-bf16", "llama8b-invariant-bf16", "gemma-mixed-fp16", "h72-v64-pair-bf16"),
     "rms_norm": ("t8192-d5120-bf16-residual_fp32-p_0.1",),
     "layer_norm": ("t1024-d32768-bf16-residual_same",),
     "rope": ("llama8b-b1-s8192-n32-k8-h128-bf16",),

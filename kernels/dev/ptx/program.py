@@ -19,6 +19,7 @@ from .translate import Translator, Unknown
 EXIT = 1 << 30  # the "basic block" of threads that have ended
 SHARED_BASE = 1024  # so that address 0 is invalid; swizzled tiles are aligned to 1024 bytes
 _BRANCHES = ("bra", "ret", "exit")
+_FIRST = "first"  # stands for that there was no wgmma.fence so far; no register's name
 _WAITING = {"acquire", "cas", "volatile", "relaxed"}  # of loads in loops that wait for other blocks
 _TYPES = {name: getattr(arithmetic, name) for name in ("u1", "u2", "u4", "u8")}
 _TYPES |= {name: getattr(arithmetic, name) for name in ("i1", "i2", "i4", "i8", "f2", "f4", "f8")}
@@ -40,7 +41,9 @@ class Program:
         self.params = {each.name: i for i, each in enumerate(kernel.params)}
         self.granule = min([4, *(_width(i) for i in kernel.code if _is_shared(i))])
         straight = self._ranges()
+        self._near_products = self._found_near_products(straight)
         self._early = self._found_early(straight)
+        self.unfenced = frozenset(self._found_unfenced(straight))
         self.ranges = [part for each in straight for part in convergence.parts(kernel.code, *each)]
         self.number = {start: n for n, (start, _) in enumerate(self.ranges)}
         self.number[len(kernel.code)] = EXIT
@@ -49,6 +52,7 @@ class Program:
         # A loop that waits for other blocks may not keep them from running.
         self.waits_for_others = any(i.parts[0] in ("ld", "atom") and _WAITING & set(i.parts) for i in kernel.code)
         self.accesses = accesses(kernel)
+        self.makes_descriptors = any(i.opcode.startswith("tensormap.replace") for i in kernel.code)
         self._names: dict[str, Any] = {**_TYPES, "np": np, "A": arithmetic, "where": np.where, "EXIT": EXIT}
         self._steps: dict[tuple[int, bool], Step] = {}
         unknown: set[str] = set()
@@ -115,6 +119,16 @@ class Program:
         calls = [f"S.parameter({number}, '{kind}', {offset + size * k})" for k in range(len(items))]
         return [self.translator.put(each, call, kind, guard) for each, call in zip(items, calls)]
 
+    def _found_near_products(self, straight: list[tuple[int, int]]) -> dict[int, list[int]]:
+        """By basic block, the instructions of wgmma, and those that touch a register which a wgmma names as D or A."""
+        code, named = self.kernel.code, set[str]()
+        for i in code:
+            named |= registers_of(i.args[:2]) if i.opcode.startswith("wgmma.mma_async") else set()
+        if not named:
+            return {}
+        near = [i.opcode.startswith("wgmma.") or not named.isdisjoint(registers_of(i.args)) for i in code]
+        return {start: [n for n in range(start, end) if near[n]] for start, end in straight}
+
     def _found_early(self, straight: list[tuple[int, int]]) -> dict[int, list[int]]:
         """Instructions that touch registers which a wgmma before them may still write, and which registers.
 
@@ -122,14 +136,55 @@ class Program:
         it where each step's product is added to sums of their own, and in epilogues within a loop. Blocks are looked at
         until what is under way at their starts grows no more.
         """
+        found: dict[int, list[int]] = {}
+        self._follow(straight, set(), lambda start, begun: self._touched_early(start, begun, found))
+        return found
+
+    def _found_unfenced(self, straight: list[tuple[int, int]]) -> set[int]:
+        """Each wgmma that is a warp group's first, or whose D or A other instructions have touched, and no wgmma.fence
+        lies between on some way there.
+
+        PTX ISA, "wgmma.fence". Between wgmmas of one shape it is not needed for D.
+        """
+        found: set[int] = set()
+        self._follow(straight, {_FIRST}, lambda start, begun: self._touched_since(start, begun, found))
+        return found
+
+    def _touched_since(self, start: int, touched: set[str], found: set[int]) -> set[str]:
+        """Add those of a basic block to ``found``; returns what is touched without a fence since, at its end."""
+        for n in self._near_products[start]:
+            i = self.kernel.code[n]
+            if i.opcode.startswith("wgmma.mma_async"):
+                own = f" {i.parts[4]}"  # registers that a wgmma of that shape sums into, by their names with this
+                into, a = registers_of(i.args[0]), registers_of(i.args[1:2]) if isinstance(i.args[1], Vector) else set()
+                shapes = {name for name in touched if " " in name and not name.endswith(own)}
+                others = {name.partition(" ")[0] for name in shapes}
+                if _FIRST in touched or (into | a) & (touched | others):
+                    found.add(n)
+                touched |= {name + own for name in into}
+            elif i.opcode.startswith("wgmma.fence"):
+                touched.clear()
+            elif not i.opcode.startswith("wgmma."):
+                touched |= registers_of(i.args)
+        return touched
+
+    def _follow(
+        self, straight: list[tuple[int, int]], first: set[str], through: Callable[[int, set[str]], set[str]]
+    ) -> None:
+        """Go ``through`` basic blocks, from what holds at the start of one to its end, until nothing more is found.
+
+        ``first`` holds where the kernel starts.
+        """
+        if not self._near_products:
+            return
         code, labels = self.kernel.code, self.kernel.labels
         ends, begun = dict(straight), {start: set[str]() for start, _ in straight}
-        found: dict[int, list[int]] = {}
+        begun[straight[0][0]] |= first
         waiting = list(begun)
         while waiting:
             start = waiting.pop()
             end = ends[start]
-            left = self._touched_early(start, end, set(begun[start]), found)
+            left = through(start, set(begun[start]))
             last = code[end - 1]
             after = [labels[_label(last)]] if last.parts[0] == "bra" else []
             after += [end] if last.parts[0] not in _BRANCHES or last.predicate is not None else []
@@ -137,11 +192,10 @@ class Program:
                 if follower in begun and not left <= begun[follower]:
                     begun[follower] |= left
                     waiting.append(follower)
-        return found
 
-    def _touched_early(self, start: int, end: int, under_way: set[str], found: dict[int, list[int]]) -> set[str]:
+    def _touched_early(self, start: int, under_way: set[str], found: dict[int, list[int]]) -> set[str]:
         """Add those of a basic block to ``found``; returns the registers that a wgmma may still write at its end."""
-        for n in range(start, end):
+        for n in self._near_products[start]:
             i = self.kernel.code[n]
             if i.opcode.startswith("wgmma.wait_group") and i.args[0] == Immediate(0):
                 under_way.clear()

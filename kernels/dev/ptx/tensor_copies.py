@@ -7,6 +7,7 @@ operations", "Tensors" and "mbarrier"; a descriptor's 128 bytes are opaque there
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -103,6 +104,10 @@ class TensorCopies:
         self._boxes: dict[Any, Any] = {}
         self._tried: set[Any] = set()
         self._given_up = 0  # times since the last arrival or copy
+        self._noted = False  # that an mbarrier was not fenced
+        # Of each descriptor in global memory: (warp, its time) of its publication, then of the fences that acquired it.
+        self._published: dict[int, list[tuple[int, int]]] = {}
+        self._unmet: list[tuple[Array, Array, int]] = []  # stores (threads, where, bytes) since lanes last met
 
     def end_copies(self) -> None:
         for _, _, land, _ in self._stores:
@@ -123,6 +128,7 @@ class TensorCopies:
         if (address[chosen] % u4(_DESCRIPTOR) != 0).any():
             self.reports.add("a descriptor that is not aligned to 128 bytes", where)
         self.shared.note_write(first, size, self.warp[chosen], where)
+        self._check_lanes(chosen, first, where)
         for half in range(size // 4):
             self.shared.views[4][first // 4 + half] = (values[chosen].astype(u8) >> u8(32 * half)).astype(u4)
 
@@ -138,12 +144,51 @@ class TensorCopies:
             if self.globals.check(to[t : t + 1], _DESCRIPTOR, where, "write of a descriptor").all():
                 start = int(to[t]) - self.globals.base
                 self.globals.bytes[start : start + _DESCRIPTOR] = self.shared.bytes[at : at + _DESCRIPTOR]
+                self._published[int(to[t])] = [(int(self.warp[t]), self.shared.tick(self.warp[t]))]
 
-    def _tensor(self, address: int, where: int) -> Tensor | None:
+    def acquire_descriptor(self, address: Array, guard: Guard) -> None:
+        """fence.proxy.tensormap::generic.acquire, which counts where its warp knows of the publication."""
+        chosen = self.threads_of(guard)
+        for t in chosen[np.unique(self.warp[chosen], return_index=True)[1]]:
+            events = self._published.get(int(address[t]), [])
+            if events and self._knows(int(self.warp[t]), events[0]):
+                events.append((int(self.warp[t]), self.shared.tick(self.warp[t])))
+
+    def _knows(self, warp: int, event: tuple[int, int]) -> bool:
+        by, time = event
+        same_block = warp // self.warps == by // self.warps
+        return same_block and (warp == by or bool(self.shared.clock[warp, self.shared.own[by]] >= time))
+
+    def lanes_meet(self, guard: Guard) -> None:
+        """bar.warp.sync or bar.sync: what these warps' lanes stored before is ordered before what they do next."""
+        met = np.zeros(self.n // 32, bool)
+        met[self.warp[self.threads_of(guard)]] = True
+        left = [(threads, first, size, ~met[self.warp[threads]]) for threads, first, size in self._unmet]
+        self._unmet = [(threads[some], first[some], size) for threads, first, size, some in left if some.any()]
+
+    def _check_lanes(self, chosen: Array, first: Array, where: int) -> None:
+        """Report where other lanes of the warp stored into a descriptor, and the lanes have not met since."""
+        for t, start in zip(chosen, first // _DESCRIPTOR * _DESCRIPTOR):
+            for threads, at, size in self._unmet:
+                near = (self.warp[threads] == self.warp[t]) & (threads != t)
+                if (near & (at + size > start) & (at < start + _DESCRIPTOR)).any():
+                    name = (
+                        "a descriptor's field is written after stores of other lanes, without a bar.warp.sync between"
+                    )
+                    self.reports.add(name, where)
+                    return
+
+    def _tensor(self, address: int, warp: int, where: int) -> Tensor | None:
         raw = self.parameter_bytes(address, _DESCRIPTOR)  # of the host's descriptors
         if raw is None:
             if not self.globals.check(np.array([address], u8), _DESCRIPTOR, where, "read of a descriptor").all():
                 return None
+            if address not in self._published:
+                self.reports.add("a tensor copy by what is no descriptor", where)
+                return None
+            if not any(self._knows(warp, event) for event in self._published[address][1:]):
+                name = "a tensor copy by a descriptor that no fence.proxy.tensormap before it has acquired"
+                self.reports.add(name, where)
             start = address - self.globals.base
             raw = self.globals.bytes[start : start + _DESCRIPTOR].tobytes()
 
@@ -151,18 +196,22 @@ class TensorCopies:
             offset, size = _FIELDS[name]
             return int.from_bytes(raw[offset + size * ordinal : offset + size * (ordinal + 1)], "little")
 
-        dims = range(field("rank") + 1)
-        if len(dims) > 5 or field("elemtype") >= len(_ELEMENTS) or not all(field("box_dim", k) for k in dims):
+        dims = range(min(field("rank"), 5) + 1)
+        box, steps = [field("box_dim", k) for k in dims[:5]], [field("element_stride", k) for k in dims[:5]]
+        most = {"rank": 4, "elemtype": len(_ELEMENTS) - 1, "interleave_layout": 2, "swizzle_mode": 3, "fill_mode": 1}
+        good = all(field(name) <= limit for name, limit in most.items()) and all(1 <= step <= 8 for step in steps)
+        room = self.shared.end - self.shared.base
+        good = good and all(1 <= size <= 256 for size in box) and math.prod(box) * _ELEMENTS[field("elemtype")] <= room
+        if not good or box[0] * _ELEMENTS[field("elemtype")] % _LINE:
             self.reports.add("a tensor copy by what is no descriptor", where)
             return None
-        steps = [field("element_stride", k) for k in dims]
         if field("interleave_layout") or field("fill_mode") or steps != [1] * len(dims):
             raise NotImplementedError("a tensor copy with interleaving, NaN as filling or element strides")
         found = Tensor(
             address=field("global_address"),
             itemsize=_ELEMENTS[field("elemtype")],
             swizzle=field("swizzle_mode"),
-            box=[field("box_dim", k) for k in dims],
+            box=box,
             sizes=[field("global_dim", k) for k in dims],
             strides=[field("global_stride", k) for k in dims[:-1]],
         )
@@ -207,12 +256,18 @@ class TensorCopies:
 
     def init_barrier(self, address: Array, counts: Array, guard: Guard, where: int) -> None:
         chosen, first = self.shared_places(address, 8, guard, where, "write")
+        self.shared.set_live(first, False)
         self.shared.note_write(first, 8, self.warp[chosen], where)
+        self.shared.set_live(first, True)
         for t in chosen:
-            self._barriers[int(self.block[t]), int(address[t])] = Barrier(int(counts[t]), self.warps)
+            key = int(self.block[t]), int(address[t])
+            if key in self._barriers:
+                self.reports.add("an mbarrier that is initialised again without an mbarrier.inval before", where)
+            self._barriers[key] = Barrier(int(counts[t]), self.warps)
 
     def end_barrier(self, address: Array, guard: Guard, where: int) -> None:
         chosen, first = self.shared_places(address, 8, guard, where, "write")
+        self.shared.set_live(first, False)
         self.shared.note_write(first, 8, self.warp[chosen], where)
         for t in chosen:
             ended = self._barriers.pop((int(self.block[t]), int(address[t])), None)
@@ -272,7 +327,7 @@ class TensorCopies:
         self, to: Array, descriptor: Array, corner: list[Array], mbarrier: Array, guard: Guard, where: int
     ) -> None:
         for t in self.threads_of(guard):
-            tensor = self._tensor(int(descriptor[t]), where)
+            tensor = self._tensor(int(descriptor[t]), int(self.warp[t]), where)
             if tensor is None:
                 continue
             address, inside, offsets = self._box(tensor, [int(each[t]) for each in corner])
@@ -289,6 +344,11 @@ class TensorCopies:
                 continue
             lines = placed[0] + np.arange(0, total, _LINE)
             warps = np.full(len(lines), warp)
+            self.shared.check_fenced(lines, _LINE, warp, where, "an asynchronous unit writes over what was written")
+            at = np.array([block * self.shared.pitch + int(mbarrier[t])])
+            if not self._noted:  # once, as Triton leaves that fence out
+                name = "note: an asynchronous unit uses an mbarrier, initialised"
+                self._noted = self.shared.check_fenced(at, 8, warp, where, name)
             self.shared.note_write(lines, _LINE, warps, where, UNDER_WAY)
             self.shared.bytes[placed[0] : placed[0] + total] = 0xFF
             tile = block * self.shared.pitch + swizzled(start + offsets, tensor.swizzle)
@@ -320,7 +380,7 @@ class TensorCopies:
 
     def store_tensor(self, descriptor: Array, corner: list[Array], source: Array, guard: Guard, where: int) -> None:
         for t in self.threads_of(guard):
-            tensor = self._tensor(int(descriptor[t]), where)
+            tensor = self._tensor(int(descriptor[t]), int(self.warp[t]), where)
             if tensor is None:
                 continue
             size = tensor.itemsize
@@ -359,6 +419,10 @@ class TensorCopies:
             else:
                 left.append((thread, group, land, where))
         self._stores = left
+
+    def fence_barriers(self, guard: Guard) -> None:
+        for warp in np.unique(self.warp[self.threads_of(guard)]):
+            self.shared.fence_barriers(int(warp))
 
     def fence_proxy(self, guard: Guard) -> None:
         for warp in np.unique(self.warp[self.threads_of(guard)]):

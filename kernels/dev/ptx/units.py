@@ -11,7 +11,7 @@ from .parse import BITS, Address, Immediate, Instruction, Operand, Register, Sym
 from .translate import Translator, Unknown
 
 _BARRIERS = ("bar.sync", "barrier.sync")
-_NOTHING = ("bar.warp.sync", "griddepcontrol", "prefetch", "discard")
+_NOTHING = ("griddepcontrol", "prefetch", "discard")
 _OPERATIONS = ("add", "exch", "cas", "max", "min", "and", "or")
 _SUMS = {"f16": "noftz", "bf16": "noftz", "f16x2": "noftz", "bf16x2": "noftz", "f32": "", "f64": ""}
 
@@ -28,6 +28,8 @@ def lines(t: Translator, n: int, i: Instruction, guard: str | None) -> list[str]
         if i.args[0] != Immediate(0) or len(i.args) > 1:
             raise Unknown("a barrier of some threads")
         return [f"S.barrier({guard}, {n})"]
+    if i.opcode.startswith(("bar.warp.sync", "barrier.warp.sync")):
+        return [f"S.lanes_meet({guard})"]
     if i.opcode.startswith(_NOTHING):
         return ["pass"]
     if base == "createpolicy":
@@ -39,7 +41,7 @@ def lines(t: Translator, n: int, i: Instruction, guard: str | None) -> list[str]
     if base in ("shfl", "redux", "elect", "ldmatrix", "stmatrix", "mma"):
         return _across(t, n, i, guard)
     if base in ("membar", "fence"):
-        return _fence(i, guard)
+        return _fence(t, i, guard)
     if base == "cp":
         return _copy(t, n, i, guard)
     if base == "mbarrier":
@@ -120,10 +122,14 @@ def _across(t: Translator, n: int, i: Instruction, guard: str | None) -> list[st
     return found + [t.put(each, f"t[{k}]", "b32", guard) for k, each in enumerate(_items(args[0]))]
 
 
-def _fence(i: Instruction, guard: str | None) -> list[str]:
+def _fence(t: Translator, i: Instruction, guard: str | None) -> list[str]:
     if i.opcode in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
         return [f"S.fence_proxy({guard})"]
-    harmless = ("fence.proxy.async.global", "fence.proxy.tensormap", "fence.mbarrier_init", "fence.acq_rel", "fence.sc")
+    if i.opcode.startswith("fence.mbarrier_init"):
+        return [f"S.fence_barriers({guard})"]
+    if i.opcode.startswith("fence.proxy.tensormap::generic.acquire"):
+        return [f"S.acquire_descriptor({t.address(i.args[0])}, {guard})"]
+    harmless = ("fence.proxy.async.global", "fence.proxy.tensormap", "fence.acq_rel", "fence.sc")
     if i.opcode.startswith((*harmless, "membar")):
         return ["pass"]  # global memory is coherent here, and a descriptor is read when it is used
     raise Unknown(i.opcode)
@@ -192,7 +198,7 @@ def _tensormap(t: Translator, n: int, i: Instruction, guard: str | None) -> list
 
 def _wgmma(t: Translator, n: int, i: Instruction, guard: str | None) -> list[str]:
     if i.opcode.startswith("wgmma.fence"):
-        return [f"S.fence_products({guard})"]
+        return ["pass"]  # whether one is missing is known from the text
     if i.opcode.startswith("wgmma.commit_group"):
         return [f"S.commit_products({guard})"]
     if i.opcode.startswith("wgmma.wait_group") and isinstance(i.args[0], Immediate):

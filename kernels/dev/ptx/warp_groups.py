@@ -18,6 +18,7 @@ from .tensor_copies import swizzled
 
 if TYPE_CHECKING:
     from .memory import Reports, Shared
+    from .program import Program
 
 u4 = np.uint32
 _GROUP = 128  # threads
@@ -54,6 +55,7 @@ class WarpGroups:
     n: int
     threads: int
     R: list[Array]
+    program: Program
     reports: Reports
     shared: Shared
     threads_of: Callable[[Guard], Array]
@@ -63,7 +65,6 @@ class WarpGroups:
         self._products: list[Product] = []
         self._batches = np.zeros(max(1, self.n // _GROUP), np.int64)  # that each warp group has committed
         self._tiles: dict[Any, Array] = {}
-        self._ordered: dict[int, list[Array]] = {}  # of each warp group, the registers as its last fence has them
 
     def end_products(self) -> None:
         if self._products:
@@ -71,22 +72,6 @@ class WarpGroups:
 
     def _groups(self, guard: Guard) -> Array:
         return np.unique(self.threads_of(guard) // _GROUP)
-
-    def fence_products(self, guard: Guard) -> None:
-        """wgmma.fence: products see what was written into registers before it."""
-        for group in self._groups(guard):
-            self._ordered[int(group)] = list(self.R)
-
-    def _check_order(self, product: Product) -> None:
-        """Whether a fence follows the last write into each register that a product reads, but for products' own."""
-        threads = slice(product.group * _GROUP, (product.group + 1) * _GROUP)
-        known = self._ordered.get(product.group)
-        read = product.registers if product.adds and not isinstance(product.c, Product) else []
-        for r in [*read, *(product.a if isinstance(product.a, list) else [])]:
-            if known is None or (self.R[r] is not known[r] and (self.R[r][threads] != known[r][threads]).any()):
-                name = "a wgmma reads registers that were written without a wgmma.fence since; ptxas may inject it"
-                self.reports.add(name, product.where)
-                return
 
     def _check_kept(self, product: Product) -> None:
         """Whether A's registers have kept their values: until its wait a product may read them."""
@@ -101,8 +86,6 @@ class WarpGroups:
         for row, r in enumerate(product.registers):
             self.R[r] = self.R[r].copy()
             self.R[r][threads] = values[row] if isinstance(values, np.ndarray) else values
-            if product.group in self._ordered:
-                self._ordered[product.group][r] = self.R[r]
 
     def commit_products(self, guard: Guard) -> None:
         self._batches[self._groups(guard)] += 1
@@ -123,6 +106,11 @@ class WarpGroups:
     ) -> None:
         """Begin a product in each warp group that takes part."""
         self.check_whole(guard, _GROUP, "wgmma", where)
+        if where in self.program.unfenced:
+            name = (
+                "a wgmma is the first, or its registers are touched, without a wgmma.fence before; ptxas may inject it"
+            )
+            self.reports.add(name, where)
         for group in self._groups(guard):
             first = int(group) * _GROUP
             threads = slice(first, first + _GROUP)
@@ -147,7 +135,6 @@ class WarpGroups:
             self._operands(product)
             for lines in product.held:
                 self.shared.hold(lines, _LINE, 1)
-            self._check_order(product)
             self._set_registers(product, _POISON)
 
     def wait_products(self, most: int, guard: Guard) -> None:
