@@ -86,6 +86,7 @@ class ParallelTransformer(Layer):
     decoder: Callable[..., Any] = Decoder
     head: Callable[..., Any] = ColumnParallelLinear
     loaded_from: Path | None = None  # the Hugging Face folder of the weights, which has their tokenizer
+    generation_config: dict[str, Any] | None = None  # that folder's, as its file has it
 
     def __init__(
         self,

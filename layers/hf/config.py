@@ -9,13 +9,14 @@ from ..config import TransformerConfig, rope_type
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 CHECKSUMS = "checksums.json"  # our own file: size and CRC-32 of the other files, by name
 CHECKSUMS_FORMAT = "shardfuse export 1"
 PART, ANY_PART = "model-{:05d}-of-{:05d}.safetensors", "model-*-of-*.safetensors"
 
 # The files beside a model's weights: its tokenizer, and its settings for generation.
 COMPANIONS = (
-    "generation_config.json",
+    GENERATION,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -122,6 +123,9 @@ def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
 
     if raw["hidden_act"] not in (_ACTIVATIONS[style], "swish" if style == "gated" else None):
         raise ValueError(f"hidden_act={raw['hidden_act']!r}: {raw['model_type']} here means {_ACTIVATIONS[style]}")
+    for name, neutral in (("is_causal", True), ("per_layer_config", {})):
+        if raw.get(name, neutral) != neutral:
+            raise ValueError(f"{name}={raw[name]!r}: transformers reads it, and the layers here do not")
     biases = {raw[key] for key in _BIASES[style]}
     if len(biases) > 1:
         raise ValueError(f"{' and '.join(_BIASES[style])} differ: here all linear layers have a bias or none has")
@@ -129,6 +133,8 @@ def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
     for theirs in (theirs for ours, theirs in _FIELDS.items() if ours not in ("init_std", "tie_embeddings")):
         if theirs in raw and type(raw[theirs]) is not int:
             raise ValueError(f"{theirs}={raw[theirs]!r}: expected a whole number")
+    if not isinstance(raw["tie_word_embeddings"], bool):
+        raise ValueError(f"tie_word_embeddings={raw['tie_word_embeddings']!r}: expected true or false")
     fields |= _rope_fields(raw) | tokens
     fields |= {name: raw[name] for name in ("attention_dropout", *_OF_GELU) if raw.get(name) and _has(style, name)}
     window = raw.get("sliding_window")
@@ -162,7 +168,7 @@ def _rope_parameters(config: TransformerConfig) -> dict[str, Any]:
 
 def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """``rope_theta`` and ``rope_scaling``; transformers 4 stored theta outside ``rope_scaling``."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})  # transformers' order
     theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
     partial = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     kind = rope_type(rope)
@@ -172,4 +178,6 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
             "others do not; which is meant cannot be told"
         )
     rope.pop("type", None)
+    if kind in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" in raw:  # which goes first
+        rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else rope | {"rope_type": kind}}

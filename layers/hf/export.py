@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from ...parallel.core.agreement import agree, on_first, together
 from ...parallel.core.mesh import Group, MeshLike, everyone, whole_group
 from ..transformer import ParallelTransformer
 from .config import ANY_PART, CHECKSUMS, CHECKSUMS_FORMAT, COMPANIONS, CONFIG, INDEX, PART, WEIGHTS, config_to_hf
+from .tying import EMBEDDING, HEAD, tied
 
 
 def export_hf(
@@ -36,7 +38,8 @@ def export_hf(
 
     All ranks of ``group`` (default: every process) call it, however the model is spread over them; a pipeline's ranks
     pass the parts that they have. Each tensor is written once, in the model's own dtype: all tensors into one file, or
-    each stage's into its own file beside an index. ``checksums.json`` holds size and CRC-32 of the files that our
+    each stage's into its own file beside an index. The config says that the embeddings are tied where head and
+    embedding are one tensor in memory. ``checksums.json`` holds size and CRC-32 of the files that our
     readers read, and the readers compare them. All files are complete under temporary names before the first one is
     renamed. Then this function deletes the weights of an older export and keeps the folder's other files.
 
@@ -56,15 +59,17 @@ def export_hf(
             "returns it; for a model of transformers there is save_pretrained(model, folder)"
         )
     state = full_state_dict(model, first_rank_only=True)
-    if model.config.tie_embeddings:
-        state.pop("lm_head.weight", None)
+    one = tied(ranks, model.state_dict(keep_vars=True), {"": {HEAD: EMBEDDING}}).get("", False)
+    if one:
+        state.pop(HEAD, None)
     dtypes = together(ranks, lambda: {name: tensor.dtype for name, tensor in state.items()})
     owned = first_holders([list(held) for held in dtypes])
     if not any(dtypes):
         raise ValueError("group: the model's tensors are written by a rank that is not in it; give all that share them")
     # Take the dtype of the written tensors: a parameter may be a copy in another dtype that the model computes with.
     dtype = next(dtype for held in dtypes for dtype in held.values())
-    config = json.dumps(config_to_hf(model.config, str(dtype).removeprefix("torch.")), indent=2) + "\n"
+    as_held = dataclasses.replace(model.config, tie_embeddings=one)
+    config = json.dumps(config_to_hf(as_held, str(dtype).removeprefix("torch.")), indent=2) + "\n"
     with Publication.over(ranks, Path(directory), model.loaded_from, like) as writing:
         mine = {name: state[name].contiguous() for name in owned[ranks.rank]}
         parts = agree(ranks, lambda: [writing.write_part(ranks.rank, 0, mine)] if mine else [])

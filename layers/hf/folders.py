@@ -10,28 +10,32 @@ import dataclasses
 import os
 import re
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from ...parallel.checkpoint import checked
 from ...parallel.checkpoint.checkpoint import named_entries
 from ...parallel.core.agreement import agree, together
-from ...parallel.core.mesh import Group, MeshLike, everyone, tp_group, whole_group
+from ...parallel.core.mesh import SINGLE, Group, MeshLike, everyone, tp_group, whole_group
 from ...parallel.core.sharding import local_tensor, logical, shard_slice
 from ..config import TransformerConfig
 from ..options import LayerOptions, ModelKwargs, Unpack
 from ..transformer import ParallelTransformer
 from . import claims
-from .config import CHECKSUMS, CHECKSUMS_FORMAT, CONFIG, INDEX, WEIGHTS, config_from_hf, config_to_hf
+from .config import CHECKSUMS, CHECKSUMS_FORMAT, CONFIG, GENERATION, INDEX, WEIGHTS, config_from_hf, config_to_hf
 from .export import export_hf
+from .notices import tell_unread, tell_untied
+from .plain import check_dtypes, check_plain
+from .tensors import Tensors, explained
+from .tying import EMBEDDING, HEAD
 
 __all__ = ["WEIGHTS", "config_from_hf", "config_to_hf", "export_hf", "load_hf", "load_hf_weights", "read_hf_config"]
 
+T = TypeVar("T")
 StrPath = str | os.PathLike[str]
 _REMEDY = f"export or copy the folder again, or delete {CHECKSUMS} there if the change was intended"
 # The fields of a config that do not change the meaning of a trained model's weights.
@@ -60,16 +64,33 @@ def load_hf(
     group = options["mesh"] = tp_group(cast(MeshLike, options.get("mesh")))
     folder = Path(directory)
     sums = _check_files(folder, group)
-    return agree(group, lambda: _load(folder, sums, recompute, mlp_recompute, options))
+    shared, raw, files, config = agree(group, lambda: _read(folder, sums, options))
+    assert shared.dtype is not None
+    config = _told(folder, raw, config, _as_filed(config, folder, files, shared.dtype, group))
+    return agree(group, lambda: _load(folder, sums, raw, files, config, shared, recompute, mlp_recompute))
+
+
+def _read(
+    directory: Path, sums: checked.Sums | None, options: ModelKwargs
+) -> tuple[LayerOptions, dict[str, Any], dict[Path, list[str]], TransformerConfig]:
+    """The options with the dtype to load in, config.json, the files' names, and our config."""
+    shared = LayerOptions.of(load_hf, options, ModelKwargs)
+    raw, files = _claimed(directory, sums)
+    _, config, kept = _read_config(directory, sums)
+    return dataclasses.replace(shared, dtype=shared.dtype or kept), raw, files, config
 
 
 def _load(
-    directory: Path, sums: checked.Sums | None, recompute: bool, mlp_recompute: int, options: ModelKwargs
+    directory: Path,
+    sums: checked.Sums | None,
+    raw: dict[str, Any],
+    files: dict[Path, list[str]],
+    config: TransformerConfig,
+    shared: LayerOptions,
+    recompute: bool,
+    mlp_recompute: int,
 ) -> ParallelTransformer:
-    shared = LayerOptions.of(load_hf, options, ModelKwargs)
-    raw, files = _claimed(directory, sums)
-    config, kept = _read_config(directory, sums)
-    on_meta = dataclasses.replace(shared, dtype=shared.dtype or kept, device="meta").kwargs(ModelKwargs)
+    on_meta = dataclasses.replace(shared, device="meta").kwargs(ModelKwargs)
     try:
         model = ParallelTransformer(config, recompute=recompute, mlp_recompute=mlp_recompute, **on_meta)
     except (RuntimeError, OverflowError, TypeError) as error:
@@ -78,12 +99,12 @@ def _load(
             f"fields are {claims.largest(raw)}"
         ) from error
     params: dict[str, torch.Tensor] = dict(model.named_parameters())
-    _check_names(directory, config, set(params), files)
-    _check_shapes(params, files, raw)
+    _check_tensors(directory, config, set(params), params, files, raw)
     model.to_empty(device=shared.device or torch.get_default_device())
-    _fill(named_entries(model), files)
+    _fill(_by_file_names(named_entries(model), config, files), files)
     _check_unchanged(directory, sums)
     model.loaded_from = directory.absolute()
+    model.generation_config = read_generation_config(directory)
     return model.eval()
 
 
@@ -92,7 +113,7 @@ def _claimed(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, Any]
     _check_downloaded(directory)
     raw = _read_json(directory / CONFIG, sums)
     files = _weight_files(directory, sums)
-    with _explained(directory / CONFIG):
+    with explained(directory / CONFIG):
         claims.check_counts(raw, [name for names in files.values() for name in names])
     return raw, files
 
@@ -100,10 +121,12 @@ def _claimed(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, Any]
 def check_claims(directory: StrPath) -> None:
     """ValueError if the config in ``directory`` claims more layers than its files hold, or sizes that no model has.
 
-    To be called before anything else reads the config: transformers makes lists as long as it says. What is missing
-    from the folder is left to the loader.
+    To be called before anything else reads the config: transformers makes lists as long as it says. Raises the errors
+    of :func:`check_plain` as well; a file that the folder's index names and that is missing is left to the loader.
     """
     folder = Path(directory)
+    _check_downloaded(folder)
+    check_plain(folder)
     with suppress(FileNotFoundError):
         _claimed(folder, _read_sums(folder))
 
@@ -121,18 +144,21 @@ def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: Me
     ranks = everyone() if group is None else whole_group(group)
     folder = Path(directory)
     sums = _check_files(folder, ranks)
-    config, _ = agree(ranks, lambda: _read_config(folder, sums))
+    raw, config, dtype = agree(ranks, lambda: _read_config(folder, sums))
     wanted = agree(ranks, lambda: named_entries(model))
     names = set().union(*together(ranks, lambda: set(wanted)))
+    files = agree(ranks, lambda: _weight_files(folder, sums))
+    config = _told(folder, raw, config, _as_filed(config, folder, files, dtype, ranks))
+    if names >= {HEAD, EMBEDDING} and _holds_both(files):  # the model has a place for each of two equal ones
+        config = dataclasses.replace(config, tie_embeddings=False)
 
     def fill() -> None:
         _check_config(folder, config, model.config)
-        files = _weight_files(folder, sums)
-        _check_names(folder, config, names, files)
-        _check_shapes(wanted, files, {})
-        _fill(wanted, files)
+        _check_tensors(folder, config, names, wanted, files, {})
+        _fill(_by_file_names(wanted, config, files), files)
         _check_unchanged(folder, sums)
         model.loaded_from = folder.absolute()
+        model.generation_config = read_generation_config(folder)
 
     agree(ranks, fill)
 
@@ -140,17 +166,36 @@ def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: Me
 def read_hf_config(directory: StrPath) -> TransformerConfig:
     """The config of the model in ``directory``, to build the model with before :func:`load_hf_weights`.
 
+    It is not tied if the weights hold a head with other values than the embedding, whatever config.json says. Without
+    weights, config.json alone decides.
+
     Raises FileNotFoundError, or ValueError for a feature that the layers do not have.
     """
     folder = Path(directory)
-    return _read_config(folder, _read_sums(folder))[0]
+    check_plain(folder, weights=False)
+    sums = _read_sums(folder)
+    _, config, dtype = _read_config(folder, sums)
+    files: dict[Path, list[str]] = {}
+    if config.tie_embeddings:
+        with suppress(FileNotFoundError):
+            files = _weight_files(folder, sums)
+    return _as_filed(config, folder, files, dtype, SINGLE)
 
 
-def _read_config(directory: Path, sums: checked.Sums | None) -> tuple[TransformerConfig, torch.dtype]:
+def read_generation_config(directory: StrPath) -> dict[str, Any] | None:
+    """The settings for generation in ``directory``; None if it has none.
+
+    Raises ValueError for a file that is no JSON object.
+    """
+    path = Path(directory) / GENERATION
+    return _read_json(path, None) if path.exists() else None
+
+
+def _read_config(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, Any], TransformerConfig, torch.dtype]:
     _check_downloaded(directory)
     raw = _read_json(directory / CONFIG, sums)
-    with _explained(directory / CONFIG):
-        return config_from_hf(raw), _dtype(raw)
+    with explained(directory / CONFIG):
+        return raw, config_from_hf(raw), _dtype(raw)
 
 
 def _check_downloaded(directory: Path) -> None:
@@ -172,13 +217,66 @@ def _check_config(directory: Path, found: TransformerConfig, ours: TransformerCo
             )
 
 
-def _check_shapes(wanted: dict[str, torch.Tensor], files: dict[Path, list[str]], config: dict[str, Any]) -> None:
-    """ValueError for a tensor of another shape, with the fields of ``config`` that ask for it."""
-    for path, names in files.items():
-        with _explained(path), safe_open(path, framework="pt") as file:
-            for name in names:
-                if name in wanted:
-                    claims.check_shape(name, file.get_slice(name).get_shape(), logical(wanted[name]).shape, config)
+def _as_filed(
+    config: TransformerConfig, directory: Path, files: dict[Path, list[str]], dtype: torch.dtype, group: Group
+) -> TransformerConfig:
+    """``config``, untied if ``files`` hold a head that differs from the embedding in ``dtype``. Collective.
+
+    The files are right where config.json is not, as in transformers; each rank compares its share of the rows.
+    """
+
+    def differ() -> bool:
+        if not (config.tie_embeddings and _holds_both(files)):
+            return False
+        both = {path: [name for name in names if name in (HEAD, EMBEDDING)] for path, names in files.items()}
+        tensors = Tensors({path: names for path, names in both.items() if names})
+        with tensors.explained(HEAD):
+            return tensors.differ(HEAD, EMBEDDING, dtype, (group.rank, group.size))
+
+    return dataclasses.replace(config, tie_embeddings=False) if any(together(group, differ)) else config
+
+
+def _told(
+    directory: Path, raw: dict[str, Any], config: TransformerConfig, filed: TransformerConfig
+) -> TransformerConfig:
+    """``filed``, after telling where config.json, which says ``config``, is wrong or has entries without effect."""
+    if filed.tie_embeddings != config.tie_embeddings:
+        tell_untied(directory, HEAD, EMBEDDING)
+    tell_unread(directory, raw)
+    return filed
+
+
+def _holds_both(files: dict[Path, list[str]]) -> bool:
+    return {HEAD, EMBEDDING} <= {name for names in files.values() for name in names}
+
+
+def _by_file_names(wanted: dict[str, T], config: TransformerConfig, files: dict[Path, list[str]]) -> dict[str, T]:
+    """``wanted`` by the names in ``files``, which may hold a tied model's one matrix as its head."""
+    if config.tie_embeddings and not any(EMBEDDING in names for names in files.values()):
+        return {HEAD if name == EMBEDDING else name: tensor for name, tensor in wanted.items()}
+    return wanted
+
+
+def _check_tensors(
+    directory: Path,
+    config: TransformerConfig,
+    names: set[str],
+    wanted: dict[str, torch.Tensor],
+    files: dict[Path, list[str]],
+    raw: dict[str, Any],
+) -> None:
+    """ValueError for tensors that are missing, have no place, are quantised or have another shape.
+
+    ``names`` are those of all ranks' tensors, ``wanted`` this rank's; ``raw`` has the fields that may ask for a shape.
+    """
+    tensors = Tensors(files)
+    wanted = _by_file_names(wanted, config, files)
+    with explained(directory):
+        check_dtypes(tensors.dtypes, [name for name in wanted if name in tensors.dtypes])
+    _check_names(directory, config, set(_by_file_names(dict.fromkeys(names), config, files)), files)
+    for name in (name for name in tensors.shapes if name in wanted):
+        with tensors.explained(name):
+            claims.check_shape(name, tensors.shapes[name], logical(wanted[name]).shape, raw)
 
 
 def _in_words(error: Exception) -> str:
@@ -190,7 +288,7 @@ def _in_words(error: Exception) -> str:
 def _fill(wanted: dict[str, torch.Tensor], files: dict[Path, list[str]]) -> None:
     """Copy this rank's slices of the tensors in ``files`` into ``wanted``."""
     for path, names in files.items():
-        with _explained(path), safe_open(path, framework="pt") as file:
+        with explained(path), safe_open(path, framework="pt") as file:
             for name in names:
                 if name in wanted:
                     local_tensor(wanted[name]).copy_(file.get_slice(name)[shard_slice(wanted[name])])
@@ -217,9 +315,17 @@ def _check_regular(path: Path) -> None:
 
 
 def _check_files(directory: Path, group: Group) -> checked.Sums | None:
-    """Compare the files with their checksums; return these. The ranks that share a folder share the work."""
+    """Refuse what is no plain folder, and compare the files with their checksums; return these. The ranks that share a
+    folder share the work.
+    """
     place = socket.gethostname(), os.path.realpath(directory)
-    found = together(group, lambda: (place, _read_sums(directory)))
+
+    def first() -> tuple[tuple[str, str], checked.Sums | None]:
+        _check_downloaded(directory)
+        check_plain(directory)
+        return place, _read_sums(directory)
+
+    found = together(group, first)
     if any(sums != found[0][1] for _, sums in found):
         raise ValueError(f"{directory}: the ranks find different {CHECKSUMS} there; give all the same model")
     peers = [rank for rank, (where, _) in enumerate(found) if where == place]
@@ -228,7 +334,7 @@ def _check_files(directory: Path, group: Group) -> checked.Sums | None:
         sums = found[0][1] or {}
         for name in sorted(sums)[peers.index(group.rank) :: len(peers)]:
             _check_regular(directory / name)
-            with _explained(directory / name):
+            with explained(directory / name):
                 measured = checked.checksum(directory / name)
             _compare(directory / name, measured, sums)
 
@@ -261,10 +367,10 @@ def _weight_files(directory: Path, sums: checked.Sums | None) -> dict[Path, list
         if not path.exists():
             raise FileNotFoundError(f"{directory}: neither {WEIGHTS} nor {INDEX} is there")
         _check_regular(path)
-        with _explained(path), safe_open(path, framework="pt") as file:
+        with explained(path), safe_open(path, framework="pt") as file:
             return {path: list(file.keys())}
     index = _read_json(directory / INDEX, sums)
-    with _explained(directory / INDEX):
+    with explained(directory / INDEX):
         names = index["weight_map"]
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
             raise ValueError("'weight_map' does not give a file's name for each tensor")
@@ -277,6 +383,14 @@ def _weight_files(directory: Path, sums: checked.Sums | None) -> dict[Path, list
                 f"{directory / file_name}: not a file of this export ({CHECKSUMS} does not list it); {_REMEDY}"
             )
         files.setdefault(directory / file_name, []).append(name)
+    for path, held in files.items():
+        _check_regular(path)
+        with explained(path), safe_open(path, framework="pt") as file:
+            for name in list(file.keys()):
+                if name not in names:  # transformers reads the files, whatever the index lists
+                    held.append(name)
+                elif names[name] != path.name:
+                    raise ValueError(f"it holds {name}, which {INDEX} says is in {names[name]}; copy the folder again")
     return files
 
 
@@ -307,7 +421,7 @@ def _dtype(raw: dict[str, Any]) -> torch.dtype:
 
 def _read_json(path: Path, sums: checked.Sums | None) -> dict[str, Any]:
     _check_regular(path)
-    with _explained(path):
+    with explained(path):
         data = path.read_bytes()
     if sums is not None:
         _compare(path, checked.sum_of(data), sums)
@@ -315,20 +429,3 @@ def _read_json(path: Path, sums: checked.Sums | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object")
     return value
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Replace the errors of reading ``path`` by ones that name it and say what to do."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path}: no such file; a model folder holds {CONFIG} and {WEIGHTS}") from error
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: cut short or corrupt ({error}); export or copy the folder again") from error
-    except KeyError as error:
-        raise ValueError(f"{path}: {error} is missing; export or copy the folder again") from error
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"{path}: a value has the wrong type ({error}); export or copy the folder again") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

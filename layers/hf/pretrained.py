@@ -11,14 +11,13 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from safetensors import safe_open
 from torch import nn
 
 from ...parallel.checkpoint import checked
@@ -28,18 +27,20 @@ from ...parallel.core.sharding import local_tensor, logical, shard_slice
 from ...parallel.materialize import allocate, device_of
 from ..fuse import fuse
 from . import claims
-from .config import CONFIG
+from .config import CONFIG, GENERATION
 from .folders import (
     StrPath,
     _check_files,
     _check_unchanged,
     _claimed,
-    _explained,
     _in_words,
     _weight_files,
+    read_generation_config,
 )
-
-_MAPPED_BYTES = 32 << 20  # of one file, before its pages are given back
+from .notices import tell_unread, tell_untied
+from .plain import check_dtypes
+from .tensors import Tensors, explained
+from .tying import owners, ties
 
 
 class Reading(NamedTuple):
@@ -82,7 +83,9 @@ def load_pretrained(
     device = torch.device(device)
     sums = _check_files(folder, group)
     there = torch.device("cpu") if device.type == "meta" else device
-    model, targets = agree(group, lambda: _on_meta(folder, sums, dtype, there, model_kwargs or {}))
+    share = group.rank, group.size
+    model, targets, differing = agree(group, lambda: _on_meta(folder, sums, dtype, there, model_kwargs or {}, share))
+    _untie(model, folder, set().union(*together(group, lambda: differing)))
     fuse(model, mesh, **fusing)
     model.loaded_from = folder.absolute()
 
@@ -112,36 +115,79 @@ def _on_meta(
     dtype: torch.dtype | None,
     device: torch.device,
     options: Mapping[str, Any],
-) -> tuple[Any, list[_Target]]:
-    """The stock model of ``folder`` with its settings for generation, parameters on meta and buffers on ``device``, and
-    the sources of its parameters.
+    share: tuple[int, int],
+) -> tuple[Any, list[_Target], set[str]]:
+    """The stock model of ``folder`` with its settings for generation, parameters on meta and buffers on ``device``, the
+    sources of its parameters, and the names of those tied ones that the files untie, as far as this rank's ``share`` of
+    their rows shows it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     raw, files = _claimed(folder, sums)
-    tensors = _Tensors(files)
-    with _explained(folder / CONFIG):
+    tensors = Tensors(files)
+    with explained(folder / CONFIG):
         with refusals_of(folder, raw):
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tell_unread(folder, raw)
         _drop_kernels(config)
         dtype = dtype or _dtype_of(config)
         with refusals_of(folder, raw), claims.few_modules(len(tensors.where), raw), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
         claims.check_buffers(model, tensors.total, raw)
         targets = _fitting(model, tensors, raw)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        differing = _differing(model, targets, tensors, share)
+    if read_generation_config(folder) is not None:
+        with explained(folder / GENERATION):
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     _place_buffers(model, device)
-    return model, targets
+    return model, targets, differing
 
 
-def _fitting(model: Any, tensors: _Tensors, config: Mapping[str, Any]) -> list[_Target]:
+def _differing(model: Any, targets: list[_Target], tensors: Tensors, share: tuple[int, int]) -> set[str]:
+    """The tied parameters that differ from what they are tied to, in the files and the model's dtype."""
+    found = {name: target for target in targets for name in target.made}
+    differing: set[str] = set()
+    first: dict[str, str] = {}
+    for name, source in model.all_tied_weights_keys.items():
+        if source not in found:  # the first of its parameters that the files have stands for it
+            source = first.setdefault(source, name) if name in found else source
+        if name == source or name not in found or source not in found:
+            continue
+        if found[name].converter is not None or found[source].converter is not None:
+            raise ValueError(f"{name} and {source} are tied, and both in the files in an older layout: save it again")
+        names = found[name].sources[0][0], found[source].sources[0][0]
+        with tensors.explained(names[0]):
+            if tensors.differ(*names, model.get_parameter(name).dtype, share):
+                differing.add(name)
+    return differing
+
+
+def _untie(model: Any, folder: Path, names: set[str]) -> None:
+    """Give the parameters ``names``, on meta, a place of their own, and say so in the config."""
+    for name in sorted(names):
+        path, _, last = name.rpartition(".")
+        tied = model.get_parameter(name)
+        model.get_submodule(path)._parameters[last] = nn.Parameter(
+            torch.empty_like(tied), requires_grad=tied.requires_grad
+        )
+        tell_untied(folder, name, model.all_tied_weights_keys.pop(name))
+    for path, owner in owners(model) if names else ():
+        if not names.isdisjoint(ties(owner, path)):
+            owner.config.tie_word_embeddings = False  # tie_weights() would tie them again
+
+
+def _fitting(model: Any, tensors: Tensors, config: Mapping[str, Any]) -> list[_Target]:
     """The sources of ``model``'s parameters, which have no memory yet, after a comparison of names and shapes.
 
     Raises ValueError if the config claims other tensors than the files hold.
     """
     entries = model.state_dict(keep_vars=True)
     targets = _targets(model, list(tensors.where), set(entries))
+    floating = {name for name, entry in entries.items() if entry.is_floating_point()}
+    check_dtypes(
+        tensors.dtypes,
+        [name for target in targets if not floating.isdisjoint(target.made) for name, _ in target.sources],
+    )
     _check_names(model, targets, entries, set(entries))
     for target in targets:
         made = [entries[name] for name in target.made if name in entries]
@@ -224,7 +270,7 @@ def _read(
     have no place in the model, or have another shape.
     """
     entries = model.state_dict(keep_vars=True)
-    tensors = _Tensors(files)
+    tensors = Tensors(files)
     _check_names(model, targets, entries, held)
     with _bar(progress, tensors.total) as advance:
         for target in targets:
@@ -250,10 +296,14 @@ def _targets(model: Any, names: list[str], held: set[str]) -> list[_Target]:
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         converter = None if pattern is None else by_pattern[pattern]
         found.setdefault(target, _Target(target, [], converter)).sources.append((name, pattern or name))
+    for name, each in found.items():
+        if each.converter is None and len(each.sources) > 1:
+            both = " and ".join(source for source, _ in each.sources)
+            raise ValueError(f"the files have {both}, which are both {name} of the model: delete what is not meant")
     return list(found.values())
 
 
-def _fill(model: Any, target: _Target, entries: dict[str, torch.Tensor], tensors: _Tensors) -> None:
+def _fill(model: Any, target: _Target, entries: dict[str, torch.Tensor], tensors: Tensors) -> None:
     if target.converter is None:
         ((name, _),) = target.sources
         entry = entries[target.name]
@@ -283,9 +333,14 @@ def _check_names(model: Any, targets: list[_Target], entries: dict[str, torch.Te
         return any(re.search(pattern, name) for pattern in patterns or ())
 
     filled = {id(entries[name]) for target in targets for name in target.made if name in entries}
-    params = dict(model.named_parameters(remove_duplicate=False))
-    missing = [name for name, param in params.items() if id(param) not in filled]
-    missing = [name for name in missing if not ignored(name, model._keys_to_ignore_on_load_missing)]
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    missing = [
+        name
+        for name, entry in entries.items()
+        if id(entry) not in filled
+        # transformers computes masks and positions, and those buffers that it ignores; only training makes the others
+        and (name in params or (entry.is_floating_point() and not ignored(name, model._keys_to_ignore_on_load_missing)))
+    ]
     foreign = {target.name: target.sources[0][0] for target in targets if held.isdisjoint(target.made)}
     unknown = [source for name, source in foreign.items() if not ignored(name, _old(model))]
     if missing:
@@ -295,47 +350,8 @@ def _check_names(model: Any, targets: list[_Target], entries: dict[str, torch.Te
 
 
 def _old(model: Any) -> list[str]:
-    return [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
-
-
-class _Tensors:
-    """The tensors in safetensors files, read slice by slice; the files' pages do not stay in memory."""
-
-    def __init__(self, files: dict[Path, list[str]]) -> None:
-        self.where = {name: path for path, names in files.items() for name in names}
-        self.read = 0  # bytes
-        self._path: Path | None = None
-        self._file: Any = None
-        self._since = 0  # bytes, since the file was opened
-        self.shapes: dict[str, list[int]] = {}
-        self._sizes: dict[str, int] = {}
-        for path, names in files.items():
-            with _explained(path), safe_open(path, framework="pt") as file:
-                for name in names:
-                    each = file.get_slice(name)
-                    self.shapes[name] = each.get_shape()
-                    bits = re.search(r"\d+", each.get_dtype())
-                    self._sizes[name] = math.prod(self.shapes[name]) * (int(bits[0]) if bits else 8) // 8
-        self.total = sum(self._sizes.values())
-
-    def size(self, name: str) -> int:
-        return self._sizes[name]
-
-    def part(self, name: str, index: Any) -> torch.Tensor:
-        part: torch.Tensor = self._slice(name)[index]
-        self.read += part.nbytes
-        self._since += self._sizes[name]
-        return part
-
-    def explained(self, name: str) -> AbstractContextManager[None]:
-        return _explained(self.where[name])
-
-    def _slice(self, name: str) -> Any:
-        if self._path != self.where[name] or self._since > _MAPPED_BYTES:
-            self._path, self._since = self.where[name], 0
-            self._file = None  # unmap what was read
-            self._file = safe_open(self._path, framework="pt")
-        return self._file.get_slice(name)
+    """Patterns of the names that transformers leaves unread: what older versions stored and a model now computes."""
+    return [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
 
 
 @contextmanager

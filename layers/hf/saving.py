@@ -16,11 +16,11 @@ from ...parallel.checkpoint.checkpoint import bare, named_entries
 from ...parallel.core.agreement import agree, together
 from ...parallel.core.mesh import MeshLike, everyone, whole_group
 from ...parallel.core.sharding import gather
-from .config import CONFIG
+from .config import CONFIG, GENERATION
 from .export import Part, Publication, first_holders
+from .tying import owners, tied, ties
 
 SHARD_BYTES = 5_000_000_000
-_GENERATION = "generation_config.json"
 
 
 @torch.no_grad()
@@ -37,10 +37,10 @@ def save_pretrained(
     ``model`` is one of transformers, fused or not, by itself or as ``parallelize`` returns it. All ranks of ``group``
     (default: every process) call this. The ranks gather one tensor after the other and write files of about
     ``shard_bytes``, so that a rank holds no more than one file's tensors beside its share; a file holds whole layers.
-    Names and layouts are those that transformers writes. The folder also gets the config, the settings for generation,
-    and the tokenizer of the folder ``like`` (default: the one that the weights were loaded from). ``checksums.json``
-    holds size and CRC-32 of the files that our readers read. All files are complete under temporary names before the
-    first one is renamed.
+    Names and layouts are those that transformers writes. The folder also gets the config, which says that parameters
+    are tied where they are one tensor in memory, the settings for generation, and the tokenizer of the folder ``like``
+    (default: the one that the weights were loaded from). ``checksums.json`` holds size and CRC-32 of the files that our
+    readers read. All files are complete under temporary names before the first one is renamed.
 
     Raises TypeError for another kind of model, ValueError for ``shard_bytes`` below 1 and for a ``group`` that holds
     none of the tensors, FileNotFoundError for a missing ``like``, RuntimeError when the folder cannot be written.
@@ -55,9 +55,17 @@ def save_pretrained(
         )
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes}: expected at least 1")
-    entries = agree(ranks, lambda: named_entries(model))
+    first = agree(ranks, lambda: named_entries(model))
+    every = model.state_dict(keep_vars=True)
+    pairs = {path: ties(owner, path) for path, owner in owners(model)}
+    config, once = copy.deepcopy(model.config), set[str]()
+    for path, one in tied(ranks, every, pairs).items():
+        if path in pairs:
+            _say_tied(config, model, path, one)
+            once |= {*pairs[path], *pairs[path].values()} if one else set()
+    entries = {name: entry for name, entry in every.items() if name in first or name not in once}
     owned = set(first_holders(together(ranks, lambda: list(entries)))[ranks.rank])
-    texts = _texts(model, next(iter(entries.values())).dtype)
+    texts = _texts(model, config, next(iter(first.values())).dtype)
     parts: list[Part] = []
     with Publication.over(ranks, Path(directory), getattr(model, "loaded_from", None), like) as writing:
         errors: list[BaseException] = []
@@ -100,10 +108,18 @@ def _as_written(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, tensors).items()}
 
 
-def _texts(model: Any, dtype: torch.dtype) -> dict[str, str]:
-    config = copy.deepcopy(model.config)
+def _say_tied(config: Any, model: Any, path: str, one: bool) -> None:
+    """Make ``config``, a copy of the model's, say whether the module at ``path`` ties its parameters."""
+    owner = model.get_submodule(path)
+    for name in ("", *model.config.sub_configs):
+        part = getattr(model.config, name, None) if name else model.config
+        if part is owner.config and getattr(part, "tie_word_embeddings", False) != one:
+            (getattr(config, name) if name else config).tie_word_embeddings = one
+
+
+def _texts(model: Any, config: Any, dtype: torch.dtype) -> dict[str, str]:
     config.architectures, config.dtype = [type(model).__name__], dtype
     texts = {CONFIG: config.to_json_string()}
     if getattr(model, "generation_config", None) is not None:
-        texts[_GENERATION] = model.generation_config.to_json_string()
+        texts[GENERATION] = model.generation_config.to_json_string()
     return texts

@@ -300,7 +300,7 @@ DAMAGED: dict[str, tuple[Any, str]] = {
         lambda f: _cut(f / "model.safetensors", 5000),
         r"model\.safetensors: cut short or corrupt \(5000",
     ),
-    "no-weights": (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors: no such file"),
+    "no-weights": (lambda f: (f / "model.safetensors").unlink(), r"neither model\.safetensors nor"),
     "config": (lambda f: _change_config(f, norm_epsilon=1e-3), r"config\.json: cut short or corrupt \(\d+ bytes with"),
     "no-config": (lambda f: (f / "config.json").unlink(), r"config\.json: no such file"),
     "checksums": (lambda f: _flip(f / "checksums.json", -9), r"checksums\.json: (cut short or )?corrupt"),

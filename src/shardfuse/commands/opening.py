@@ -48,16 +48,20 @@ def check_installed(command: str, needed: tuple[str, ...]) -> None:
 def settled(opening: Opening) -> Iterator[Opening]:
     """``opening`` with the number of torchrun's ranks, and with the tiny model's folder, which exists during the block.
 
-    Raises FileNotFoundError for a missing folder.
+    Raises FileNotFoundError for a missing folder or file, ValueError for a path that is no plain folder of a model.
     """
     with contextlib.ExitStack() as stack:
         if opening.tiny:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardfuse-")))
             opening = replace(opening, folder=replace(opening.folder, folder=_tiny(folder)))
-        elif not opening.folder.folder.is_dir():  # before any message, and before a rank starts
+        elif not opening.folder.folder.exists():  # before any message, and before a rank starts
             raise FileNotFoundError(
                 f"{opening.folder.folder}: there is no such folder: expected config.json, weights and a tokenizer"
             )
+        else:
+            from ..layers.hf.plain import check_plain
+
+            check_plain(opening.folder.folder)
         if by_torchrun():
             opening = replace(opening, tp=int(os.environ["WORLD_SIZE"]))
         yield opening
