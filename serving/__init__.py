@@ -3,6 +3,7 @@
 from .aio import AsyncEngine
 from .allocator import BlockAllocator
 from .engine import Engine
+from .generation import GenerationDefaults
 from .guide import Guide
 from .models import ServableModel, as_servable
 from .ranks import RanksLost
@@ -17,6 +18,7 @@ __all__ = [
     "BlockAllocator",
     "Engine",
     "EngineStats",
+    "GenerationDefaults",
     "Guide",
     "QueueFull",
     "RanksLost",

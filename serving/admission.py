@@ -46,17 +46,12 @@ class Admission:
         prompt = len(request.prompt)
         total = prompt + request.max_new_tokens
         if total > self._max_model_len:
+            blocks, size = self._allocator.num_blocks, self._allocator.block_size
+            cache = f", or make the engine with more num_blocks: the cache has {blocks} of {size} tokens"
             raise ValueError(
                 f"a prompt of {prompt} tokens and max_new_tokens={request.max_new_tokens} make {total}: expected "
                 f"at most max_model_len={self._max_model_len}; shorten either"
-            )
-        # The last generated token never enters the cache.
-        blocks = self._allocator.blocks_for(total - 1)
-        if blocks > self._allocator.num_blocks:
-            raise ValueError(
-                f"a prompt of {prompt} tokens and max_new_tokens={request.max_new_tokens} need {blocks} blocks of "
-                f"{self._allocator.block_size} tokens: the cache has {self._allocator.num_blocks}; shorten either, or "
-                "make the engine with more num_blocks"
+                + (cache if self._max_model_len == blocks * size + 1 else "")
             )
 
     def check_queue(self, request: Request, queued: Iterable[SequenceState], together: Collection[int] = ()) -> None:

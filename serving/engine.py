@@ -24,9 +24,10 @@ from ..layers.attention.paged import default_block_size
 from ..parallel.core.collectives import CollectiveError
 from .admission import Admission
 from .allocator import BlockAllocator
+from .generation import GenerationDefaults
 from .guiding import Guides, wait_for
 from .host_space import HostSpace
-from .models import ServableModel, as_servable
+from .models import ServableModel, as_servable, bare
 from .outcome import New, draw, event_of
 from .ranks import RanksLost
 from .request import Finish, Request, SequenceState, TokenEvent
@@ -52,7 +53,8 @@ class Engine:
         num_blocks: of the cache.
         block_size: token slots of each; default 256 on a CPU and 16 on a GPU.
         max_num_seqs: the most requests that run at once.
-        max_model_len: the longest prompt and answer together; default the model's ``max_positions``.
+        max_model_len: the longest prompt and answer together; default the model's ``max_positions``. The cache bounds
+            it as well.
         max_num_batched_tokens: tokens per step, over all requests; longer prompts are computed in several steps.
         kv_dtype: of the cache, ``"fp8"`` (e4m3) or ``"int8"`` with a scale for each token and head; None: the model's.
         prefix_caching: whether requests that begin alike share the keys and values of their first full blocks, also
@@ -75,6 +77,8 @@ class Engine:
         impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
         tokenizer: the model's tokenizer, of ``tokenizers`` or transformers, or any object with ``decode(ids) -> str``.
             With it events carry text, and requests may have stop strings and guides.
+        generation: the model's settings for generation; None: those that it carries. The engine stops at their
+            end-of-sequence tokens, ``eos_token_ids``; their other defaults are a server's to apply.
         guide_timeout_s: processor time in which a guide must compile. Compiling is tried in another process first, so
             that a guide which needs more ends its own request only.
         guide_memory_mib: memory of all guides together, those in use, those that compile and those kept for later. A
@@ -103,18 +107,19 @@ class Engine:
         invariant: bool = False,
         impl: str = "auto",
         tokenizer: Tokenizer | None = None,
+        generation: GenerationDefaults | None = None,
         guide_timeout_s: float = 10.0,
         guide_memory_mib: int = 1024,
     ) -> None:
         check_impl(impl)
         self.model = model = as_servable(model)
+        self.generation = GenerationDefaults.of_model(bare(model)) if generation is None else generation
         config = model.config
         limit = config.max_positions if max_model_len is None else whole_number("Engine: max_model_len", max_model_len)
         if not 1 < limit <= config.max_positions:
             raise ValueError(
                 f"Engine: max_model_len={limit}: expected 2 to {config.max_positions}, the positions that the model has"
             )
-        self.max_model_len = limit
         self.stats = EngineStats()
         if kv_dtype is not None and kv_dtype not in KV_DTYPES:
             raise ValueError(f"Engine: kv_dtype={kv_dtype!r}: expected None or one of {', '.join(KV_DTYPES)}")
@@ -123,6 +128,7 @@ class Engine:
             raise ValueError("Engine: the model is on the meta device: load its weights first, say with load_hf")
         block_size = default_block_size(weight.device) if block_size is None else block_size
         self._allocator = BlockAllocator(num_blocks, block_size)
+        self.max_model_len = min(limit, num_blocks * block_size + 1)  # the last token never enters the cache
         self._host = HostSpace(num_host_blocks, lambda: self.stats.prefill_token_seconds)
         self._scheduler = Scheduler(
             self._allocator,
@@ -147,7 +153,7 @@ class Engine:
             cache_options,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=min(limit, num_blocks * block_size),  # a folder's claim may be without bounds
+            max_model_len=min(limit, num_blocks * block_size),
             num_host_blocks=num_host_blocks,
             enforce_eager=enforce_eager,
             invariant=invariant,
@@ -163,7 +169,7 @@ class Engine:
         self._admission = Admission(
             self._allocator,
             vocab_size=config.vocab_size,
-            max_model_len=limit,
+            max_model_len=self.max_model_len,
             max_queued_requests=max_queued_requests,
             max_queued_tokens=max_queued_tokens,
             guides=None if tokenizer is None else self._guides,
@@ -347,9 +353,10 @@ class Engine:
             yield from self._live[number]
 
     def _sequence(self, number: int, request: Request) -> SequenceState:
-        sequence = SequenceState(self._sequence_id(), request, list(request.prompt), number, text=self._text(request))
+        text, stop = self._text(request), request.stops(self.generation.eos_token_ids)
+        sequence = SequenceState(self._sequence_id(), request, list(request.prompt), number, text=text, stop=stop)
         if request.sampling.guide is not None:
-            sequence.guide = self._guides.start(request.sampling.guide, request.stop)
+            sequence.guide = self._guides.start(request.sampling.guide, stop)
         return sequence
 
     def _text(self, request: Request) -> AnswerText | None:

@@ -1,23 +1,24 @@
-"""Make an engine from a folder of transformers: model, tokenizer, the tokens that end an answer, and cache."""
+"""Make an engine from a folder of transformers: model, tokenizer, settings for generation, and cache."""
 
 from __future__ import annotations
 
 import copy
-import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..layers.attention.paged import default_block_size
+from ..layers.hf.config import GENERATION
 from ..layers.hf.folders import check_claims, load_hf, read_hf_config
 from ..layers.hf.pretrained import load_pretrained, refusals_of
 from ..parallel.core.agreement import together
 from ..parallel.core.mesh import MeshLike, tp_group
 from .engine import KV_DTYPES, Engine
-from .models import ServableModel, as_servable
+from .generation import GenerationDefaults
+from .models import ServableModel, as_servable, bare
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_CACHE_GIB = 1.0
@@ -36,6 +37,8 @@ class FolderOptions:
         cache_gib: the size of the cache of keys and values on each rank. None: on a GPU 85 % of the memory that is free
             after loading, on a CPU 1 GiB; never more than ``max_num_seqs`` answers of full length need.
         chat_template: a file with a template that replaces the tokenizer's.
+        generation_config: "auto" applies the defaults of the folder's ``generation_config.json`` to requests, "vllm"
+            none; any other is a folder whose ``generation_config.json`` replaces it.
         max_num_seqs, max_model_len, max_num_batched_tokens, max_queued_requests, block_size, kv_dtype: those of
             :class:`Engine`, as are num_host_blocks, enforce_eager, invariant, guide_timeout_s and guide_memory_mib.
     """
@@ -45,6 +48,7 @@ class FolderOptions:
     device: str | None = None
     cache_gib: float | None = None
     chat_template: Path | None = None
+    generation_config: str = "auto"
     max_num_seqs: int = 32
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
@@ -62,13 +66,18 @@ class FolderOptions:
 class Opened:
     """A loaded folder: an open engine, the tokenizer of transformers, and the tokens that end an answer.
 
-    ``how`` describes the model and the size of its cache.
+    ``how`` describes the model, the size of its cache, and the defaults of requests.
     """
 
     engine: Engine
     tokenizer: Any
     stop_ids: frozenset[int]
     how: str
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        """Those of requests."""
+        return self.engine.generation
 
 
 def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
@@ -92,6 +101,7 @@ def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
     config = model.config
     device = next(model.parameters()).device
     length = config.max_positions if options.max_model_len is None else options.max_model_len
+    generation = _generation(options, model, tokenizer)
     block_size = default_block_size(device) if options.block_size is None else options.block_size
     blocks = _blocks(options, model, block_size, length, mesh)
     engine = Engine(
@@ -110,15 +120,50 @@ def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
         guide_memory_mib=options.guide_memory_mib,
         # A copy, because the engine's thread decodes while another thread encodes.
         tokenizer=copy.deepcopy(tokenizer),
+        generation=generation,
     )
     size = sum(each.numel() for each in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     how = (
         f"{kind}, {_short(size)} parameters{' on each rank' if tp_group(mesh).size > 1 else ''} in {dtype} "
-        f"on {device.type}; a cache of {blocks * block_size:,} tokens, answers up to {length:,} tokens long, "
-        f"{options.max_num_seqs} at once"
+        f"on {device.type}; a cache of {blocks * block_size:,} tokens, prompt and answer up to "
+        f"{engine.max_model_len:,} tokens together, {options.max_num_seqs} at once"
     )
-    return Opened(engine, tokenizer, _stop_ids(options.folder, tokenizer), how)
+    if engine.max_model_len < length:
+        needed = _gib(length, block_size, _block_bytes(options, model, block_size, mesh))
+        how += (
+            f"\nthe model itself takes {length:,} tokens, for which the cache would need {needed:.3g} GiB on each rank "
+            f"(--cache-gib; --kv-dtype fp8 or int8 and more ranks make it smaller)"
+        )
+    how += f"\n{_generation_words(options, generation, tokenizer)}"
+    return Opened(engine, tokenizer, generation.eos_token_ids, how)
+
+
+def _generation(options: FolderOptions, model: ServableModel, tokenizer: Any) -> GenerationDefaults:
+    """The settings in force. Where neither they nor the config name an end of answers, the tokenizer's is taken."""
+    own = options.generation_config in ("auto", "vllm")
+    if own:
+        found = GenerationDefaults.of_model(bare(model))
+    else:
+        found = GenerationDefaults.of_folder(Path(options.generation_config), bare(model))
+    if options.generation_config == "vllm":
+        found = GenerationDefaults(found.eos_token_ids)
+    ends = {each for each in found.eos_token_ids if each < model.config.vocab_size}  # others never come
+    if not ends and tokenizer.eos_token_id is not None:
+        ends = {tokenizer.eos_token_id}
+    return replace(found, eos_token_ids=frozenset(ends))
+
+
+def _generation_words(options: FolderOptions, found: GenerationDefaults, tokenizer: Any) -> str:
+    ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(each)} ({each})" for each in sorted(found.eos_token_ids))
+    said = f"answers end at {ends}" if ends else "no token ends an answer"
+    if words := found.words():
+        source = "" if options.generation_config == "auto" else f"{options.generation_config}/"
+        said += f"; defaults of requests, by {source}{GENERATION}: {', '.join(words)} (--generation-config vllm: none)"
+    if found.ignored:
+        ignored = ", ".join(f"{name}={value}" for name, value in found.ignored.items())
+        said += f"\nwarning: {GENERATION} has {ignored}, which this engine does not have: its answers differ"
+    return said
 
 
 def _short(count: float) -> str:
@@ -133,7 +178,7 @@ def _tokenizer(options: FolderOptions) -> Any:
     from transformers import AutoTokenizer
 
     folder = options.folder
-    if not folder.is_dir():
+    if not folder.exists():
         raise FileNotFoundError(f"{folder}: there is no such folder: expected config.json, weights and a tokenizer")
     check_claims(folder)  # transformers' tokenizers read the config as well
     try:
@@ -163,11 +208,7 @@ def _model(options: FolderOptions, mesh: MeshLike) -> tuple[ServableModel, str]:
 
 def _blocks(options: FolderOptions, model: ServableModel, block_size: int, length: int, mesh: MeshLike) -> int:
     """The number of blocks that fit on every rank."""
-    config, weight = model.config, next(model.parameters())
-    dtype = weight.dtype if options.kv_dtype is None else KV_DTYPES.get(options.kv_dtype, weight.dtype)
-    heads = -(-config.num_kv_heads // tp_group(mesh).size)
-    size = config.head_dim + (getattr(config, "v_head_dim", None) or config.head_dim)
-    block_bytes = config.num_layers * heads * size * block_size * dtype.itemsize
+    weight, block_bytes = next(model.parameters()), _block_bytes(options, model, block_size, mesh)
     if options.cache_gib is not None:
         room = options.cache_gib * 2**30
     elif weight.is_cuda:
@@ -181,17 +222,23 @@ def _blocks(options: FolderOptions, model: ServableModel, block_size: int, lengt
             f"a cache of {room / 2**30:.3g} GiB has no room for one block of {block_size} tokens, "
             f"{block_bytes / 2**30:.3g} GiB: give it more, or make block_size smaller"
         )
+    if options.max_model_len is not None and found * block_size + 1 < length:
+        raise ValueError(
+            f"max_model_len={length:,} needs a cache of {_gib(length, block_size, block_bytes):.3g} GiB, "
+            f"and {room / 2**30:.3g} GiB hold {found * block_size:,} tokens: lower it, give the cache more memory "
+            "(--cache-gib), or make keys and values smaller (--kv-dtype fp8 or int8, more ranks)"
+        )
     return min(found, most)
 
 
-def _stop_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer, by the folder's files and its tokenizer."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.is_file():
-            ids = json.loads(path.read_text()).get("eos_token_id")
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    return frozenset(found)
+def _gib(tokens: int, block_size: int, block_bytes: int) -> float:
+    return math.ceil(tokens / block_size) * block_bytes / 2**30
+
+
+def _block_bytes(options: FolderOptions, model: ServableModel, block_size: int, mesh: MeshLike) -> int:
+    """The bytes of one block on each rank."""
+    config, weight = model.config, next(model.parameters())
+    dtype = weight.dtype if options.kv_dtype is None else KV_DTYPES.get(options.kv_dtype, weight.dtype)
+    heads = -(-config.num_kv_heads // tp_group(mesh).size)
+    size = config.head_dim + (getattr(config, "v_head_dim", None) or config.head_dim)
+    return int(config.num_layers * heads * size * block_size * dtype.itemsize)

@@ -89,6 +89,11 @@ def as_servable(model: Any) -> ServableModel:
     return _Whole(model)
 
 
+def bare(model: ServableModel) -> Any:
+    """The model that was given to :func:`as_servable`."""
+    return model.module if isinstance(model, Served) else model.model if isinstance(model, _Whole) else model
+
+
 class _Whole:
     """Wraps a model that one process holds and that has no notion of ranks."""
 

@@ -38,7 +38,8 @@ def event_of(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:
             scored = sequence.generated == 1 and sequence.request.sampling.prompt_logprobs is not None
             scores = tuple(sequence.prompt_scores) if scored and not sequence.index else None
             drawn = new.token, finish, None, new.logprob, new.top_logprobs
-            return TokenEvent(sequence.number, *drawn, text, scores, sequence.index)
+            reason = sequence.stop_reason if finish == "stop" else None
+            return TokenEvent(sequence.number, *drawn, text, scores, sequence.index, reason)
         except Exception as error:  # an error of the tokenizer or the guide
             new = error
     return TokenEvent(sequence.number, None, "error", new, text=sequence.rest(), index=sequence.index)

@@ -29,7 +29,9 @@ class Request:
     Args:
         prompt: token ids, at least one.
         max_new_tokens: the most tokens of an answer.
-        stop: token ids that end the answer; the stopping token is its last one.
+        stop: token ids that end the answer, beside the model's own end-of-sequence tokens; the stopping token is its
+            last one.
+        ignore_eos: whether only ``stop`` and ``stop_strings`` end the answer before ``max_new_tokens``.
         sampling: how tokens are chosen; by default the likeliest one.
         priority: lower ones are served first; equal ones in the order of their arrival.
         arrival: the engine's step at which the request arrives (0: at once).
@@ -54,12 +56,17 @@ class Request:
     stop_strings: Collection[str] = ()
     include_stop_str_in_output: bool = False
     n: int = 1
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _copied(self.prompt, tuple))
         object.__setattr__(self, "stop", _copied(self.stop, frozenset))
         if isinstance(self.stop_strings, Collection) and not isinstance(self.stop_strings, (str, bytes)):
             object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+
+    def stops(self, eos_token_ids: Collection[int]) -> frozenset[int]:
+        """The tokens that end an answer of a model with these end-of-sequence tokens."""
+        return frozenset(self.stop) if self.ignore_eos else frozenset(self.stop).union(eos_token_ids)
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError for a field of the wrong type or out of range for any engine."""
@@ -93,8 +100,9 @@ class Request:
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop_strings: one is {text!r}: expected text of at least one character")
-        if not isinstance(self.include_stop_str_in_output, bool):
-            raise ValueError(f"include_stop_str_in_output={self.include_stop_str_in_output!r}: expected True or False")
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
         if not isinstance(self.sampling, SamplingParams):
             raise ValueError(f"sampling={self.sampling!r}: expected SamplingParams, such as SamplingParams(top_p=0.9)")
         self.sampling.check(vocab_size)
@@ -145,7 +153,8 @@ class TokenEvent:
     An answer that was cancelled or timed out ends in an event without a token; so does a failed one, with its
     ``error``. If the request asks for ``logprobs``, ``logprob`` is the token's log-probability and ``top_logprobs``
     holds (token, log-probability) of the likeliest ones. ``index`` numbers the answers of a request with ``n`` > 1; a
-    request that ends before its first token does so in one event, with index 0.
+    request that ends before its first token does so in one event, with index 0. If ``finish`` is "stop",
+    ``stop_reason`` is the token or the stop string that ended the answer; None if a guide allowed no further token.
 
     With a tokenizer, ``text`` is the text that this token made certain: incomplete characters and a possible beginning
     of a stop string wait for the next tokens or the end. The events' texts together are the answer up to its stop
@@ -164,6 +173,7 @@ class TokenEvent:
     text: str = ""
     prompt_logprobs: tuple[ScoredToken, ...] | None = None
     index: int = 0
+    stop_reason: int | str | None = None
 
 
 @dataclass(eq=False)
@@ -173,7 +183,7 @@ class SequenceState:
     ``tokens`` are the prompt and the generated tokens; the first ``computed`` of them are in the cache. ``hashes`` are
     those of its full blocks, as far as they were needed; the allocator knows the first ``published`` of them. While the
     sequence waits, the keys and values of its first ``kept`` tokens are in host memory. While it runs, it owns ``row``
-    of the device's block table, which holds its first ``sent`` blocks.
+    of the device's block table, which holds its first ``sent`` blocks. A token of ``stop`` ends it.
     """
 
     id: int
@@ -194,6 +204,7 @@ class SequenceState:
     text: AnswerText | None = None  # if the engine has a tokenizer
     guide: GuideState | None = None  # if its request has one
     prompt_scores: list[ScoredToken] = field(default_factory=list)  # from its second token on
+    stop: frozenset[int] = frozenset()
 
     @property
     def seed(self) -> int:
@@ -203,7 +214,7 @@ class SequenceState:
     def fork(self, number: int, index: int) -> SequenceState:
         """The ``index``-th answer to the same request, as sequence ``number``, before either has a token."""
         guide = None if self.guide is None else self.guide.fork()
-        return SequenceState(number, self.request, list(self.tokens), self.number, index, guide=guide)
+        return SequenceState(number, self.request, list(self.tokens), self.number, index, guide=guide, stop=self.stop)
 
     @property
     def generated(self) -> int:
@@ -236,10 +247,15 @@ class SequenceState:
         """The withheld text, for a request that ends without another token."""
         return "" if self.text is None else self.text.flush()
 
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The token or the stop string that ends it."""
+        if self.generated and self.tokens[-1] in self.stop:
+            return self.tokens[-1]
+        return None if self.text is None else self.text.stop_string
+
     def finish(self) -> Finish | None:
         """The reason why this sequence is complete, or None."""
-        if self.generated and self.tokens[-1] in self.request.stop:
-            return "stop"
-        if (self.text is not None and self.text.stopped) or (self.guide is not None and self.guide.done):
+        if self.stop_reason is not None or (self.guide is not None and self.guide.done):
             return "stop"
         return "length" if self.generated >= self.request.max_new_tokens else None

@@ -100,11 +100,11 @@ class StopStrings:
     """Finds the first of some ``strings`` in text that arrives in pieces.
 
     The first is the string that is complete first, or the longest of those that end together, so the result does not
-    depend on the pieces. ``found``: a string was found. ``included``: the text includes it.
+    depend on the pieces. ``found`` is that string. ``included``: the text includes it.
     """
 
     def __init__(self, strings: Collection[str], included: bool = False) -> None:
-        self.found = False
+        self.found: str | None = None
         self._strings = strings
         self._included = included
         self._longest = max(map(len, strings), default=0)
@@ -112,13 +112,13 @@ class StopStrings:
 
     def push(self, piece: str) -> str:
         """The text that certainly precedes any stop string; none after the first one."""
-        if self.found:
+        if self.found is not None:
             return ""
         text = self._held + piece
         ends = [(at + len(each), at) for each in self._strings if (at := text.find(each)) >= 0]
         if ends:
-            self.found, self._held = True, ""
             end, start = min(ends)
+            self.found, self._held = text[start:end], ""
             return text[: end if self._included else start]
         cut = len(text)
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
@@ -142,8 +142,8 @@ class AnswerText:
         self._stops = StopStrings(stop_strings, included)
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string was found."""
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
         return self._stops.found
 
     def push(self, token: int) -> str:

@@ -73,7 +73,7 @@ class Rig:
     def requests(self) -> list[Request]:
         """A call's requests. A salt of its own keeps the call from the last one's blocks."""
         self._calls += 1
-        options: dict[str, Any] = {"max_new_tokens": self.new, "cache_salt": str(self._calls)}
+        options: dict[str, Any] = {"max_new_tokens": self.new, "ignore_eos": True, "cache_salt": str(self._calls)}
         return [Request(prompt, **options) for prompt in self.prompts]
 
     def engine(self) -> list[list[int]]:

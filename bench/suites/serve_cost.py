@@ -59,7 +59,7 @@ def _prompts(count: int, vocab_size: int, most: int = 128) -> list[list[int]]:
 def _decoding(engine: Engine, count: int, new: int, most: int = 16) -> None:
     """Have ``count`` requests run, all of them behind their prefill, of ``most`` tokens at most."""
     for prompt in _prompts(count, engine.model.config.vocab_size, most):
-        engine.add(Request(prompt, max_new_tokens=new))
+        engine.add(Request(prompt, max_new_tokens=new, ignore_eos=True))
     while engine.stats.decode_tokens < count:
         engine.step()
 
@@ -133,7 +133,7 @@ def _first(settings: Settings, rate: float) -> tuple[Timing, Timing]:
     count, new = (4, 2) if settings.dry else (400, 16)
     engine = Engine(_model(settings), num_blocks=200, max_num_seqs=64, max_num_batched_tokens=BUDGET)
     prompts = _prompts(count, engine.model.config.vocab_size)
-    requests = [Request(prompt, max_new_tokens=new) for prompt in prompts]
+    requests = [Request(prompt, max_new_tokens=new, ignore_eos=True) for prompt in prompts]
     engine.generate(requests[:32])
     between = _seconds(lambda: engine.generate(requests[: min(count, 128)])) / min(count, 128) / rate
     drawn = torch.Generator().manual_seed(1)
@@ -161,7 +161,9 @@ def _under_load(engine: Engine, coming: list[tuple[float, list[int]]], new: int,
         while coming and due + coming[-1][0] <= now:
             gap, prompt = coming.pop()
             due += gap
-            added[engine.add(Request(prompt, max_new_tokens=new, cache_salt=f"{salt} {len(coming)}"))] = due
+            added[
+                engine.add(Request(prompt, max_new_tokens=new, ignore_eos=True, cache_salt=f"{salt} {len(coming)}"))
+            ] = due
         for event in engine.step():
             if event.request in added:
                 waited.append(time.perf_counter() - added.pop(event.request))
@@ -173,7 +175,7 @@ def _waste(settings: Settings) -> tuple[Timing, Timing]:
     count, new = (4, 4) if settings.dry else (64, 128)
     engine = Engine(_model(settings), num_blocks=1024, block_size=16, max_num_seqs=32)
     prompts = _prompts(count, engine.model.config.vocab_size, most=512)
-    engine.generate([Request(prompt, max_new_tokens=new) for prompt in prompts])
+    engine.generate([Request(prompt, max_new_tokens=new, ignore_eos=True) for prompt in prompts])
     return Timing(100 * engine.stats.kv_waste), Timing(WASTE_PERCENT)
 
 
@@ -249,7 +251,9 @@ def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdi
         model = _model(settings)
         engine, prompts = Engine(model, num_blocks=64, max_num_seqs=2), _prompts(3, model.config.vocab_size, most=20)
         wrong = 0
-        for prompt, answer in zip(prompts, engine.generate([Request(each, max_new_tokens=4) for each in prompts])):
+        for prompt, answer in zip(
+            prompts, engine.generate([Request(each, max_new_tokens=4, ignore_eos=True) for each in prompts])
+        ):
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
             wrong += int((logits.argmax(-1) != torch.tensor(answer)).sum())

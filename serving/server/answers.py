@@ -27,6 +27,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: Logprobs | None
     finish_reason: Finish
+    stop_reason: int | str | None
 
 
 class Completion(BaseModel):
@@ -78,6 +79,7 @@ class ChatChoice(BaseModel):
     message: Said
     logprobs: ChatLogprobs | None
     finish_reason: Finish
+    stop_reason: int | str | None
 
 
 class Chat(BaseModel):

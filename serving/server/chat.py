@@ -102,9 +102,8 @@ async def request_of(served: Served, body: protocol.ChatRequest, tenant: str) ->
         raise invalid("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
     shown = body.tools if body.tool_choice != "none" else None
     prompt = await prompt_of(served, body.messages, shown, more=body.chat_template_kwargs)
-    asked = body.max_completion_tokens or body.max_tokens
-    length = asked or max(1, served.max_model_len - len(prompt))
-    params = translate.sampling(body, (body.top_logprobs or 0) if body.logprobs else None, forced or guide)
+    length = translate.length(served, body.max_completion_tokens or body.max_tokens, None, len(prompt))
+    params = translate.sampling(served, body, (body.top_logprobs or 0) if body.logprobs else None, forced or guide)
     return translate.request(served, body, prompt, length, params, tenant), bool(tools)
 
 
@@ -168,6 +167,7 @@ def _choice(body: protocol.ChatRequest, answer: Answer, message: _Message) -> di
         "message": said,
         "logprobs": {"content": message.scores, "refusal": None} if body.logprobs else None,
         "finish_reason": message.finish(answer.finish),
+        "stop_reason": answer.stop_reason,
     }
 
 
@@ -181,7 +181,14 @@ async def stream(
     rest: dict[str, Any] = {"usage": None} if with_usage else {}
 
     def chunk(index: int, delta: dict[str, Any], finish: str | None = None, scores: Any = None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
+        reason = None if finish is None else answers.all[index].stop_reason
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": scores,
+            "finish_reason": finish,
+            "stop_reason": reason,
+        }
         return {**head, "choices": [choice], **rest}
 
     async with Answers(served, [request]) as answers:

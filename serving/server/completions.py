@@ -15,6 +15,7 @@ from .metrics import AnswerTimes
 from .served import TOLD, Served, Usage
 
 MAX_PROMPTS = 1024  # choices of one HTTP request
+USUAL_TOKENS = 16  # of an answer, by OpenAI's API
 
 
 @dataclass
@@ -27,10 +28,11 @@ class Answer:
     text: str = ""
     offset: int = 0  # of the next token's text, for streamed log-probabilities
     finish: str | None = None
+    stop_reason: int | str | None = None
     events: list[TokenEvent] = field(default_factory=list)
 
-    def end(self, reason: str) -> None:
-        self.finish = reason
+    def end(self, reason: str, stop_reason: int | str | None = None) -> None:
+        self.finish, self.stop_reason = reason, stop_reason
         self.times.end(reason)
 
 
@@ -104,7 +106,7 @@ class Answers:
         if event.token is not None:
             answer.times.token()
         if event.finish is not None:
-            answer.end(event.finish)
+            answer.end(event.finish, event.stop_reason)
         return answer
 
 
@@ -117,12 +119,15 @@ async def requests_of(served: Served, body: protocol.CompletionRequest, tenant: 
     prompts = await _prompts(served, body)
     guide = translate.guide(body)
     # With max_tokens=0 the engine still generates one token, and the answer omits it.
-    length = 16 if body.max_tokens is None else body.max_tokens
-    if length == 0 and not body.echo:
+    if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens=0 without echo: expected at least 1", "max_tokens")
     scores = body.logprobs if body.echo else None
-    params = translate.sampling(body, body.logprobs, guide, prompt_logprobs=scores)
-    return [translate.request(served, body, prompt, max(1, length), params, tenant) for prompt in prompts]
+    params = translate.sampling(served, body, body.logprobs, guide, prompt_logprobs=scores)
+    lengths = [translate.length(served, body.max_tokens, USUAL_TOKENS, len(prompt)) for prompt in prompts]
+    return [
+        translate.request(served, body, prompt, max(1, length), params, tenant)
+        for prompt, length in zip(prompts, lengths)
+    ]
 
 
 async def _prompts(served: Served, body: protocol.CompletionRequest) -> list[list[int]]:
@@ -190,6 +195,7 @@ async def stream(
                     "text": text,
                     "logprobs": scores,
                     "finish_reason": _finish(body, event.finish),
+                    "stop_reason": None if body.max_tokens == 0 else event.stop_reason,
                 }
                 yield {**head, "choices": [choice], **rest}
     if with_usage:
@@ -227,7 +233,13 @@ def _choice(
         scores = logprobs(served, events, 0)
         if body.echo:
             scores = _echoed(served, request.prompt, prompt_scores, scores)
-    return {"index": number, "text": before + text, "logprobs": scores, "finish_reason": _finish(body, answer.finish)}
+    return {
+        "index": number,
+        "text": before + text,
+        "logprobs": scores,
+        "finish_reason": _finish(body, answer.finish),
+        "stop_reason": None if body.max_tokens == 0 else answer.stop_reason,
+    }
 
 
 def _finish(body: protocol.CompletionRequest, why: str | None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +49,8 @@ class ServerOptions:
 class Served:
     """One model, open while the application runs.
 
-    ``tokenizer`` is one of transformers, ``stop_ids`` the tokens that end an answer. ``wrong`` returns an error known
+    ``tokenizer`` is one of transformers. ``stop_ids`` are tokens that end an answer beside the engine's
+    ``generation.eos_token_ids``; its other defaults apply where a request is silent. ``wrong`` returns an error known
     outside the engine, such as a rank that has ended; "" if there is none.
     """
 
@@ -57,7 +58,7 @@ class Served:
         self,
         engine: Engine,
         tokenizer: Any,
-        stop_ids: Sequence[int],
+        stop_ids: Collection[int],
         options: ServerOptions,
         wrong: Callable[[], str] = str,
     ) -> None:
@@ -65,7 +66,9 @@ class Served:
         self._wrong = wrong
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
+        self.defaults = engine.generation
         self.max_model_len = engine.max_model_len
+        self.max_positions = engine.model.config.max_positions
         self.vocab_size = engine.model.config.vocab_size
         self.created = int(time.time())
         self.draining = False

@@ -13,13 +13,17 @@ from .errors import invalid
 from .served import Served
 
 
-def sampling(body: protocol.Sampled, logprobs: int | None, guide: Guide | None, **more: Any) -> SamplingParams:
-    """The sampling options. As in OpenAI's API, the default temperature is 1 and the default seed random."""
+def sampling(
+    served: Served, body: protocol.Sampled, logprobs: int | None, guide: Guide | None, **more: Any
+) -> SamplingParams:
+    """The sampling options. Where the request and the model's defaults are silent, the temperature is 1, as in OpenAI's
+    API; the default seed is random.
+    """
     bias: dict[int, float] | None = None
     if body.logit_bias:
         bias = {_token("logit_bias", token): value for token, value in body.logit_bias.items()}
     given = {
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": None if body.top_k is None else max(0, body.top_k),  # vLLM's -1 means all
         "min_p": body.min_p,
@@ -30,7 +34,16 @@ def sampling(body: protocol.Sampled, logprobs: int | None, guide: Guide | None, 
         "seed": secrets.randbits(63) if body.seed is None else body.seed,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**chosen, logit_bias=bias, logprobs=logprobs, guide=guide, **more)  # type: ignore[arg-type]
+    params = {"temperature": 1.0, **served.defaults.sampling, **chosen}
+    return SamplingParams(**params, logit_bias=bias, logprobs=logprobs, guide=guide, **more)
+
+
+def length(served: Served, asked: int | None, usual: int | None, prompt: int) -> int:
+    """The most tokens of an answer: those asked for, or by the model's defaults, or the interface's ``usual`` number,
+    or all that there is room for; only the first may be too many.
+    """
+    room = max(1, served.max_model_len - prompt)
+    return min(room, served.defaults.length(room if usual is None else usual, prompt)) if asked is None else asked
 
 
 def _token(param: str, text: str) -> int:
@@ -47,12 +60,16 @@ def request(
         raise invalid("the prompt has no token: expected one at least", "prompt")
     total = len(prompt) + max_tokens
     if total > served.max_model_len:
+        limit = f"this model's context is {served.max_model_len} tokens"
+        if served.max_model_len < served.max_positions:
+            limit = f"this server takes {served.max_model_len} tokens of the model's context of {served.max_positions}"
         raise invalid(
-            f"this model's context is {served.max_model_len} tokens, and {total} were asked for: {len(prompt)} of the "
-            f"prompt and {max_tokens} of the answer; shorten either",
+            f"{limit}, and {total} were asked for: {len(prompt)} of the prompt and {max_tokens} of the answer; shorten "
+            "either",
             code="context_length_exceeded",
         )
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    given = served.defaults.stop_strings if body.stop is None else body.stop
+    stop = [given] if isinstance(given, str) else given
     if "" in stop:
         raise invalid("stop: a text of no character: expected at least one", "stop")
     served.check_tokens(body.allowed_token_ids or (), "allowed_token_ids")
@@ -71,6 +88,7 @@ def request(
         stop_strings=stop,
         include_stop_str_in_output=body.include_stop_str_in_output,
         n=body.n,
+        ignore_eos=body.ignore_eos,
     )
     try:
         made.check(served.vocab_size)

@@ -208,6 +208,7 @@ OTHER_TEXTS = {"structured_outputs: json", "chat: json_schema", "chat: json_sche
 EVERYWHERE: dict[str, str] = {
     "choices.prompt_logprobs": "vLLM's own form of a prompt's log-probabilities, beside OpenAI's",
     "choices.prompt_token_ids": "vLLM's, beside OpenAI's fields",
+    "choices.stop_reason": "here an end-of-sequence token is a reason, too; vLLM has none for it",
 }
 _INSIDES = ("top_logprobs", "prompt_logprobs")  # whose names are tokens
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,32 @@ def test_draws_follow_the_seed(command, solo):
     asked = ("--prompt", "Once", "--max-tokens", 12, *options)
     assert command(*asked, "--seed", 5)[1] == solo("Once", 12, **drawn, seed=5)
     assert command(*asked)[1] != command(*asked)[1]  # without one they are random
+
+
+@pytest.mark.parametrize(
+    ("generation", "options", "sampling"),
+    [
+        pytest.param({"temperature": 0.9, "top_k": 9}, (), {}, id="greedy unless it says do_sample"),
+        pytest.param({"do_sample": False, "temperature": 0.9}, (), {}, id="greedy where it says so"),
+        pytest.param({"do_sample": True, "top_k": 9}, (), {"temperature": 1.0, "top_k": 9}, id="sampled"),
+        pytest.param({"do_sample": True, "top_k": 9}, ("--temperature", 0), {"top_k": 9}, id="an option overrides"),
+        pytest.param({"do_sample": True}, ("--generation-config", "vllm"), {}, id="without the file"),
+        pytest.param({}, ("--generation-config", "."), {"temperature": 0.9}, id="another folder's"),
+    ],
+)
+def test_the_folders_settings_for_generation(
+    generation, options, sampling, command, solo, folder, tmp_path, monkeypatch
+):
+    """The defaults are transformers': what ``generate`` does with the file."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "checksums.json").unlink()
+    (model / "generation_config.json").write_text(json.dumps({"max_new_tokens": 9, **generation}))
+    other = {"do_sample": True, "temperature": 0.9, "max_new_tokens": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(other))
+    monkeypatch.chdir(tmp_path)
+    count = 256 if "vllm" in options else 9
+    code, out, _ = command("--prompt", "Once", "--seed", 5, *options, model=(str(model),))
+    assert (code, out) == (0, solo("Once", count, **sampling, seed=5))
 
 
 def test_the_text_of_stdin(command, solo, monkeypatch):
@@ -317,10 +344,12 @@ def test_it_goes_on_after_a_half_written_answer(command, tmp_path):
 
 def test_what_is_refused_before_anything_is_written(command, tmp_path):
     file, out = _write(tmp_path / "in.jsonl", [{"custom_id": "a", "prompt": "x"}]), tmp_path / "out.jsonl"
+    (tmp_path / "config.json").write_text("{}")  # where there is no model
+    (tmp_path / "model.safetensors").touch()
 
     def refused(*arguments: object) -> str:
         before = out.read_bytes() if out.exists() else None
-        code, printed, err = command(*arguments, model=(str(tmp_path),))  # where there is no model
+        code, printed, err = command(*arguments, model=(str(tmp_path),))
         assert (code, printed, err.count("\n")) == (1, "", 1)
         assert (out.read_bytes() if out.exists() else None) == before
         return err

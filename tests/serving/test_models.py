@@ -74,8 +74,8 @@ def _model(name: str, fused: bool = False) -> tuple[Any, Expected]:
     return (fuse(model) if fused else model), want
 
 
-def _requests(want: Expected) -> list[Request]:
-    return [Request(prompt, max_new_tokens=NEW_TOKENS) for prompt in want.prompts]
+def _requests(want: Expected, ignore_eos: bool = True) -> list[Request]:
+    return [Request(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=ignore_eos) for prompt in want.prompts]
 
 
 def _engine(model: Any, **options: Any) -> Engine:
@@ -123,6 +123,8 @@ def _insides(model: nn.Module) -> dict[str, Any]:
 def test_tokens_equal_those_of_generate(name: str, fused: bool, attended: list[tuple[int, dict[str, Any]]]) -> None:
     model, want = _model(name, fused)
     assert any(isinstance(module, Fused) for module in model.modules()) == fused
+    ends = {want.tokens[0][2], want.tokens[3][4]}
+    model.generation_config.eos_token_id = sorted(ends)
     inside = _insides(model)
     engine = _engine(model)
     attended.clear()  # the engine's first look
@@ -130,7 +132,10 @@ def test_tokens_equal_those_of_generate(name: str, fused: bool, attended: list[t
     assert engine.stats.peak_seqs == 3
     assert engine.stats.steps > max(map(len, want.prompts)) / 8 + NEW_TOKENS  # prompts in chunks, beside decodes
     before = engine.stats.shared_tokens
-    assert engine.generate(_requests(want)) == want.tokens
+    ended = [
+        each[: 1 + min((i for i, token in enumerate(each) if token in ends), default=len(each))] for each in want.tokens
+    ]
+    assert engine.generate(_requests(want, ignore_eos=False)) == ended != want.tokens
     assert engine.stats.shared_tokens > before + 12  # of what the first time left in the cache
     assert [layer for layer, _ in attended] == [0, 1] * engine.stats.steps
     assert _insides(model) == inside

@@ -516,8 +516,8 @@ def test_an_idle_step_passes_the_time() -> None:
         (Request([1, 32]), r"prompt\[1\] is 32: expected 0 to 31"),
         (Request([-1]), r"prompt\[0\] is -1"),
         (Request([1.5]), "expected whole numbers"),  # type: ignore[list-item]
-        (Request([1] * 20, max_new_tokens=13), "make 33: expected at most max_model_len=32"),
-        (Request([1] * 9, max_new_tokens=9), "need 5 blocks of 4 tokens: the cache has 4"),
+        (Request([1] * 20, max_new_tokens=13), "make 33: expected at most max_model_len=17; shorten either, or make"),
+        (Request([1] * 9, max_new_tokens=9), "make 18: .* with more num_blocks: the cache has 4 of 4 tokens"),
         (Request([1], max_new_tokens=0), "max_new_tokens=0"),
         (Request([1], sampling=SamplingParams(temperature=-1.0)), "temperature=-1"),
         (Request([1], sampling=SamplingParams(temperature=float("nan"))), "temperature=nan"),

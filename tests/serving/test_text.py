@@ -122,8 +122,9 @@ def test_a_stop_string_is_found_in_any_pieces(pieces: list[str], stops: list[str
     for count, piece in enumerate(pieces, 1):
         given_ += search.push(piece)
         so_far = "".join(pieces[:count])
-        assert search.found == (_first_stop(so_far, stops) is not None)
-        if not search.found:
+        first = _first_stop(so_far, stops)
+        assert search.found == (None if first is None else so_far[slice(*first)])
+        if first is None:
             held = so_far[len(given_) :]
             assert so_far.startswith(given_)
             assert held == "" or any(stop.startswith(held) for stop in stops)
@@ -141,12 +142,12 @@ def test_answers_end_where_their_text_says(kind: str, data: st.DataObject, inclu
     answer, whole = AnswerText(decoder(tokenizer), stops, included), ""
     for token in ids:
         whole += answer.push(token)
-        if answer.stopped:
+        if answer.stop_string is not None:
             break
     whole += answer.flush()
     text = tokenizer.decode(ids)
     where = _first_stop(text, stops)
-    assert answer.stopped == (where is not None)
+    assert answer.stop_string == (None if where is None else text[slice(*where)])
     assert whole == (text if where is None else text[: where[1] if included else where[0]])
 
 

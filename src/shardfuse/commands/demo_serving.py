@@ -105,6 +105,7 @@ def make_requests(corpus: Corpus, seed: int) -> list[Request]:
             Request(
                 prompt=list(text[start : start + length]),
                 max_new_tokens=NEW_TOKENS - 4 * i,
+                ignore_eos=True,
                 sampling=SamplingParams(temperature=TEMPERATURE if i % 4 else 0.0, seed=seed + i),
                 arrival=ARRIVAL_STEPS * (i // 2),
             )

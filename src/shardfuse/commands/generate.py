@@ -23,6 +23,7 @@ from .opening import Opening
 if TYPE_CHECKING:
     from ..serving.engine import Engine
     from ..serving.folder import Opened
+    from ..serving.generation import GenerationDefaults
     from ..serving.guide import Guide
     from ..serving.request import Request
 
@@ -34,9 +35,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control character
 class GenerateOptions:
     """The options of ``shardfuse generate`` for one prompt.
 
-    Without ``prompt`` the command reads the prompt from standard input. ``max_tokens`` None means MOST_TOKENS, or the
-    model's limit if that is lower. ``sampling`` holds the given fields of SamplingParams: without a temperature the
-    answer is greedy, and without a seed the draws are random. ``json_schema`` is a file.
+    Without ``prompt`` the command reads the prompt from standard input. ``max_tokens`` None means the model's default,
+    else MOST_TOKENS, or the model's limit if that is lower. ``sampling`` holds the given fields of SamplingParams:
+    without a temperature the answer is greedy unless the model's defaults say do_sample, and without a seed the draws
+    are random. ``json_schema`` is a file.
     """
 
     model: Opening
@@ -117,13 +119,21 @@ def _request(options: GenerateOptions, opened: Opened, text: str, guide: Guide |
         raise ValueError("the prompt is empty: expected text to continue")
     if len(prompt) >= most:
         raise ValueError(f"the prompt has {len(prompt)} tokens, and this model's context is {most}: shorten it")
+    usual = opened.defaults.length(MOST_TOKENS, len(prompt))
     return Request(
         prompt,
-        max_new_tokens=min(MOST_TOKENS, most - len(prompt)) if options.max_tokens is None else options.max_tokens,
-        stop=opened.stop_ids,
-        sampling=SamplingParams(**{"seed": secrets.randbits(63), **options.sampling, "guide": guide}),
-        stop_strings=options.stop,
+        max_new_tokens=min(usual, most - len(prompt)) if options.max_tokens is None else options.max_tokens,
+        sampling=SamplingParams(**{**_sampling(opened.defaults), **options.sampling, "guide": guide}),
+        stop_strings=options.stop or opened.defaults.stop_strings,
     )
+
+
+def _sampling(defaults: GenerationDefaults) -> dict[str, Any]:
+    """The sampling of an answer whose options are silent: that of transformers' ``generate``."""
+    usual = (
+        {"temperature": 1.0, **defaults.sampling} if defaults.do_sample else {**defaults.sampling, "temperature": 0.0}
+    )
+    return {"seed": secrets.randbits(63), **usual}
 
 
 def _answer(engine: Engine, request: Request, say: Callable[[str], object]) -> int:

@@ -27,6 +27,13 @@ MaxModelLen = Annotated[int | None, typer.Option(help="The most tokens of a prom
 MaxNumSeqs = Annotated[int, typer.Option(help="The most answers computed at once.")]
 MaxNumBatchedTokens = Annotated[int, typer.Option(help="The most tokens per step.")]
 ChatTemplate = Annotated[Path | None, typer.Option(help="File of a chat template, instead of the tokenizer's.")]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|vllm|FOLDER",
+        help="Defaults of requests: auto, of the model's generation_config.json; vllm, none; or another folder's.",
+    ),
+]
 Invariant = Annotated[bool, typer.Option("--invariant", help="No bit of an answer depends on other requests; slower.")]
 
 
@@ -40,7 +47,7 @@ def _opening(context: typer.Context, **more: Any) -> Opening:
         raise typer.BadParameter("expected the folder of a model, or --tiny", param_hint="MODEL")
     paths = {name: None if given[name] is None else Path(given[name]) for name in ("model", "chat_template")}
     names = ("device", "dtype", "cache_gib", "kv_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
-    options: dict[str, Any] = {name: given[name] for name in (*names, "invariant")}
+    options: dict[str, Any] = {name: given[name] for name in (*names, "generation_config", "invariant")}
     folder = FolderOptions(paths["model"] or Path(), chat_template=paths["chat_template"], **{**options, **more})
     return Opening(folder, given["tiny"], given["tp"])
 
@@ -69,6 +76,7 @@ def serve(
     max_num_batched_tokens: MaxNumBatchedTokens = 512,
     max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 1024,
     chat_template: ChatTemplate = None,
+    generation_config: GenerationConfig = "auto",
     invariant: Invariant = False,
     guide_timeout: Annotated[
         float, typer.Option(help="Seconds of processor time in which a schema or grammar must compile.")
@@ -131,12 +139,15 @@ def generate(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="The most tokens of the answer. Default: 256, or as many as the context has room for."
+            min=1,
+            help="The most tokens of the answer. Default: by --generation-config, else 256; never beyond the context.",
         ),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Above 0: sample tokens. Default: 0, the likeliest ones; with --input 1, as in the API."),
+        typer.Option(
+            help="Above 0: sample tokens. Default: by --generation-config, else 0, the likeliest ones; with --input 1."
+        ),
     ] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the fewest likeliest tokens with this total probability.")
@@ -169,6 +180,7 @@ def generate(
     max_num_seqs: MaxNumSeqs = 32,
     max_num_batched_tokens: MaxNumBatchedTokens = 512,
     chat_template: ChatTemplate = None,
+    generation_config: GenerationConfig = "auto",
     invariant: Invariant = False,
     debug: Debug = False,
 ) -> None:

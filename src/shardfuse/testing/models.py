@@ -13,6 +13,7 @@ from ..layers.hf.folders import export_hf
 from ..layers.transformer import ParallelTransformer
 from ..parallel.core.mesh import MeshLike
 from ..serving.engine import Engine, ServableModel
+from ..serving.generation import GenerationDefaults
 from ..serving.request import Request, SequenceState
 from ..serving.sampling import sample
 from .tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer
@@ -63,12 +64,13 @@ def tiny_engine(model: ServableModel | None = None, **options: Any) -> Engine:
 def solo_tokens(model: ParallelTransformer, request: Request) -> list[int]:
     """The answer to ``request`` without an engine or a cache: every token recomputes the whole sequence.
 
-    Requests may be greedy or sampled. ``stop`` ends the answer; ``priority``, ``arrival`` and ``timeout_s`` have no
-    effect. Raises ValueError for a request that no engine would accept.
+    Requests may be greedy or sampled. ``stop`` and the model's end-of-sequence tokens end the answer; ``priority``,
+    ``arrival`` and ``timeout_s`` have no effect. Raises ValueError for a request that no engine would accept.
     """
     request.check(model.config.vocab_size)
     device = next(model.parameters()).device
-    sequence = SequenceState(0, request, list(request.prompt))
+    stop = request.stops(GenerationDefaults.of_model(model).eos_token_ids)
+    sequence = SequenceState(0, request, list(request.prompt), stop=stop)
     while sequence.finish() is None:
         logits = model.gather_logits(model(torch.tensor([sequence.tokens], device=device))[:, -1])
         sequence.tokens.append(sample(logits, [sequence])[0].token)
