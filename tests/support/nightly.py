@@ -110,7 +110,10 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make test-transformers TRANSFORMERS=5.22.2", 140),
         Part("make test-transformers TRANSFORMERS=5.23.0", 250),
     ),
-    (Part("make test-portable ARGS='--run 4 --half 2'", 290),),
+    (
+        Part("make test-portable ARGS='--run 4 --half 2'", 290),
+        Part("make test-trained", 200),
+    ),
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 8/8\"", 400),),
     (Part("make gpu-rehearse", 350),),
     (Part("make codegen-all TARGETS='sm_80'", 400),),
