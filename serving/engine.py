@@ -24,7 +24,7 @@ from ..layers.attention.paged import default_block_size
 from ..parallel.core.collectives import CollectiveError
 from .admission import Admission
 from .allocator import BlockAllocator
-from .generation import GenerationDefaults
+from .generation import GenerationDefaults, eos_token_ids
 from .guiding import Guides, wait_for
 from .host_space import HostSpace
 from .models import ServableModel, as_servable, bare
@@ -77,8 +77,8 @@ class Engine:
         impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
         tokenizer: the model's tokenizer, of ``tokenizers`` or transformers, or any object with ``decode(ids) -> str``.
             With it events carry text, and requests may have stop strings and guides.
-        generation: the model's settings for generation; None: those that it carries. The engine stops at their
-            end-of-sequence tokens, ``eos_token_ids``; their other defaults are a server's to apply.
+        generation: the model's settings for generation; None: those that it carries. Answers end at their
+            ``eos_token_ids``, or else at the config's; their other defaults are a server's to apply.
         guide_timeout_s: processor time in which a guide must compile. Compiling is tried in another process first, so
             that a guide which needs more ends its own request only.
         guide_memory_mib: memory of all guides together, those in use, those that compile and those kept for later. A
@@ -113,7 +113,8 @@ class Engine:
     ) -> None:
         check_impl(impl)
         self.model = model = as_servable(model)
-        self.generation = GenerationDefaults.of_model(bare(model)) if generation is None else generation
+        self._generation = generation
+        self.eos_token_ids = eos_token_ids(bare(model)) if generation is None else generation.eos_token_ids
         config = model.config
         limit = config.max_positions if max_model_len is None else whole_number("Engine: max_model_len", max_model_len)
         if not 1 < limit <= config.max_positions:
@@ -310,6 +311,16 @@ class Engine:
             self._scheduler.new_weights()
 
     @property
+    def generation(self) -> GenerationDefaults:
+        """The model's settings for generation, of which the engine itself uses ``eos_token_ids``.
+
+        Raises ValueError for values of the wrong type or out of range.
+        """
+        if self._generation is None:
+            self._generation = GenerationDefaults.of_model(bare(self.model))
+        return self._generation
+
+    @property
     def busy(self) -> bool:
         """Whether any request is waiting, running or yet to arrive, or any event is unreported."""
         return bool(self._live or self._cancelled)
@@ -353,7 +364,7 @@ class Engine:
             yield from self._live[number]
 
     def _sequence(self, number: int, request: Request) -> SequenceState:
-        text, stop = self._text(request), request.stops(self.generation.eos_token_ids)
+        text, stop = self._text(request), request.stops(self.eos_token_ids)
         sequence = SequenceState(self._sequence_id(), request, list(request.prompt), number, text=text, stop=stop)
         if request.sampling.guide is not None:
             sequence.guide = self._guides.start(request.sampling.guide, stop)

@@ -17,11 +17,12 @@ from ..layers.hf.pretrained import load_pretrained, refusals_of
 from ..parallel.core.agreement import together
 from ..parallel.core.mesh import MeshLike, tp_group
 from .engine import KV_DTYPES, Engine
-from .generation import GenerationDefaults
+from .generation import GenerationDefaults, eos_token_ids
 from .models import ServableModel, as_servable, bare
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_CACHE_GIB = 1.0
+_SMALLER = "--kv-dtype fp8 or int8, and more ranks"
 _SAVE = "tokenizer.save_pretrained(folder) of transformers writes one"
 _GPU_SHARE = 0.85  # the cache's share of the memory left beside the model: steps need some as well
 
@@ -133,7 +134,7 @@ def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
         needed = _gib(length, block_size, _block_bytes(options, model, block_size, mesh))
         how += (
             f"\nthe model itself takes {length:,} tokens, for which the cache would need {needed:.3g} GiB on each rank "
-            f"(--cache-gib; --kv-dtype fp8 or int8 and more ranks make it smaller)"
+            f"(--cache-gib; {_SMALLER} make it smaller)"
         )
     how += f"\n{_generation_words(options, generation, tokenizer)}"
     return Opened(engine, tokenizer, generation.eos_token_ids, how)
@@ -141,13 +142,12 @@ def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
 
 def _generation(options: FolderOptions, model: ServableModel, tokenizer: Any) -> GenerationDefaults:
     """The settings in force. Where neither they nor the config name an end of answers, the tokenizer's is taken."""
-    own = options.generation_config in ("auto", "vllm")
-    if own:
+    if options.generation_config == "vllm":
+        found = GenerationDefaults(eos_token_ids(bare(model)))
+    elif options.generation_config == "auto":
         found = GenerationDefaults.of_model(bare(model))
     else:
         found = GenerationDefaults.of_folder(Path(options.generation_config), bare(model))
-    if options.generation_config == "vllm":
-        found = GenerationDefaults(found.eos_token_ids)
     ends = {each for each in found.eos_token_ids if each < model.config.vocab_size}  # others never come
     if not ends and tokenizer.eos_token_id is not None:
         ends = {tokenizer.eos_token_id}
@@ -157,6 +157,8 @@ def _generation(options: FolderOptions, model: ServableModel, tokenizer: Any) ->
 def _generation_words(options: FolderOptions, found: GenerationDefaults, tokenizer: Any) -> str:
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(each)} ({each})" for each in sorted(found.eos_token_ids))
     said = f"answers end at {ends}" if ends else "no token ends an answer"
+    if (own := tokenizer.eos_token_id) is not None and own not in found.eos_token_ids:
+        said += f", and not at the tokenizer's {tokenizer.eos_token} ({own}), which the model's files do not name"
     if words := found.words():
         source = "" if options.generation_config == "auto" else f"{options.generation_config}/"
         said += f"; defaults of requests, by {source}{GENERATION}: {', '.join(words)} (--generation-config vllm: none)"
@@ -226,7 +228,7 @@ def _blocks(options: FolderOptions, model: ServableModel, block_size: int, lengt
         raise ValueError(
             f"max_model_len={length:,} needs a cache of {_gib(length, block_size, block_bytes):.3g} GiB, "
             f"and {room / 2**30:.3g} GiB hold {found * block_size:,} tokens: lower it, give the cache more memory "
-            "(--cache-gib), or make keys and values smaller (--kv-dtype fp8 or int8, more ranks)"
+            f"(--cache-gib), or make it smaller ({_SMALLER})"
         )
     return min(found, most)
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,11 @@ from ..layers.hf.config import GENERATION
 from ..layers.hf.folders import read_generation_config
 from .sampling_params import SamplingParams
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+_WHOLE = ("top_k", "max_new_tokens", "max_length")
 _APPLIED = {*_SAMPLING, "do_sample", "eos_token_id", "max_new_tokens", "max_length", "stop_strings"}
 # Entries that change no token of an engine's answer: other ids, memory, the form of what transformers returns, helpers
 # that draft tokens. Those whose names begin with the words below belong here, too.
@@ -25,7 +30,8 @@ _WITHOUT_EFFECT = {
     *("compile_config", "disable_compile", "continuous_batching_config", "prefill_chunk_size", "is_assistant"),
     *("early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups", "use_mtp"),  # of beams, or of drafts
     *("max_matching_ngram_size", "target_lookbehind", "speculation_type", "prompt_lookup_num_tokens"),
-    *("_commit_hash", "_name_or_path", "chat_format"),
+    *("renormalize_logits", "remove_invalid_values"),  # which change no choice among finite logits
+    *("_commit_hash", "_name_or_path", "chat_format", "max_window_size", "trust_remote_code", "user_token_id"),
 }
 _WITHOUT_EFFECT_BEGIN = ("output_", "assistant_", "num_assistant_")
 _ONE_IS_NEUTRAL = ("num_beams", "num_return_sequences", "typical_p", "encoder_repetition_penalty", "guidance_scale")
@@ -56,20 +62,21 @@ class GenerationDefaults:
     @classmethod
     def of_model(cls, model: Any) -> GenerationDefaults:
         """Those that ``model`` carries. Raises ValueError for values of the wrong type or out of range."""
-        given: Any = getattr(model, "generation_config", None)
-        raw: Mapping[str, Any] = given.to_diff_dict() if hasattr(given, "to_diff_dict") else given or {}
-        return cls.parse(raw, _eos_of_config(getattr(model, "config", None)))
+        return cls.parse(_carried(model), _eos_of_config(getattr(model, "config", None)))
 
     @classmethod
     def of_folder(cls, folder: Path, model: Any) -> GenerationDefaults:
-        """Those of ``folder`` for ``model``. Raises FileNotFoundError if it has none, ValueError as above."""
-        raw = read_generation_config(folder)
-        if raw is None:
+        """Those of ``folder``, or of its file, for ``model``, whose end-of-sequence tokens hold where that names none.
+
+        Raises FileNotFoundError if there is no such file, ValueError as above.
+        """
+        folder = folder.parent if folder.name == GENERATION else folder
+        if not (folder / GENERATION).exists():
             raise FileNotFoundError(
                 f"{folder}: there is no {GENERATION}: expected auto (that of the model's folder), vllm (none), or a "
                 "folder that has one"
             )
-        return cls.parse(raw, _eos_of_config(getattr(model, "config", None)))
+        return cls.parse(read_generation_config(folder) or {}, sorted(eos_token_ids(model)))
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], eos: Any = None) -> GenerationDefaults:
@@ -77,6 +84,9 @@ class GenerationDefaults:
         none. Raises ValueError for values of the wrong type or out of range.
         """
         given = {name: value for name, value in raw.items() if value is not None}
+        given |= {
+            name: int(given[name]) for name in _WHOLE if isinstance(given.get(name), float) and given[name] % 1 == 0
+        }
         sampling = {name: given[name] for name in _SAMPLING if name in given}
         if isinstance(sampling.get("top_k"), int):
             sampling["top_k"] = max(0, sampling["top_k"])  # vLLM's -1 means all
@@ -85,8 +95,9 @@ class GenerationDefaults:
         except ValueError as error:
             raise ValueError(f"{GENERATION}: {error}") from None
         do_sample = given.get("do_sample")
-        if not isinstance(do_sample, bool | None):
+        if do_sample not in (None, False, True):
             raise ValueError(f"{GENERATION}: do_sample={do_sample!r}: expected true or false")
+        do_sample = None if do_sample is None else bool(do_sample)
         if do_sample is False:
             sampling["temperature"] = 0.0
         texts = given.get("stop_strings", ())
@@ -107,7 +118,9 @@ class GenerationDefaults:
         """The most tokens of an answer to a request that does not say, where ``usual`` is the interface's default."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
-        return usual if self.max_length is None else max(1, min(usual, self.max_length - prompt))
+        if self.max_length is None or self.max_length <= prompt:  # it leaves no room: it was meant for other prompts
+            return usual
+        return min(usual, self.max_length - prompt)
 
     def words(self) -> list[str]:
         """The defaults in force, each with its value."""
@@ -115,6 +128,20 @@ class GenerationDefaults:
         named |= {"max_new_tokens": self.max_new_tokens, "max_length": self.max_length}
         named |= {"stop_strings": list(self.stop_strings) or None}
         return [f"{name}={value}" for name, value in named.items() if value is not None]
+
+
+def eos_token_ids(model: Any) -> frozenset[int]:
+    """The tokens that end an answer of ``model``: those of its settings, else those of its config.
+
+    Raises ValueError for what is no token id.
+    """
+    given = _carried(model).get("eos_token_id")
+    return frozenset(_ids(_eos_of_config(getattr(model, "config", None)) if given is None else given))
+
+
+def _carried(model: Any) -> Mapping[str, Any]:
+    given: Any = getattr(model, "generation_config", None)
+    return given.to_diff_dict() if hasattr(given, "to_diff_dict") else given or {}
 
 
 def _eos_of_config(config: Any) -> Any:
@@ -127,12 +154,13 @@ def _eos_of_config(config: Any) -> Any:
 
 def _ids(value: Any) -> Iterator[int]:
     """The token ids in ``eos_token_id``, one or several; some files say -1 for none."""
-    several = isinstance(value, Collection) and not isinstance(value, str)
-    for each in value if several else [] if value is None else [value]:
-        if not isinstance(each, int) or isinstance(each, bool):
+    given = value.tolist() if hasattr(value, "tolist") else value  # of a tensor
+    several = isinstance(given, Collection) and not isinstance(given, str)
+    for each in given if several else [] if given is None else [given]:
+        if not hasattr(each, "__index__") or isinstance(each, bool):
             raise ValueError(f"{GENERATION}: eos_token_id={value!r}: expected token ids")
-        if each >= 0:
-            yield each
+        if operator.index(each) >= 0:
+            yield operator.index(each)
 
 
 def _count(given: Mapping[str, Any], name: str) -> int | None:

@@ -61,7 +61,7 @@ class _Compiled:
 class GuideState:
     """The position of one answer in its guide; it moves only with the answer's tokens.
 
-    ``done``: the answer is complete, and no further token is possible.
+    ``done``: the answer is complete, and no further token is possible. ``ends`` are the tokens that may end it.
     """
 
     def __init__(self, guides: Guides, compiled: _Compiled, ends: Collection[int]) -> None:
@@ -69,7 +69,7 @@ class GuideState:
         self.guides = guides
         self.matcher: Any = None
         self.compiled = compiled
-        self._ends = frozenset(ends)
+        self.ends = frozenset(ends)
         compiled.users.add(self)
 
     @property
@@ -91,7 +91,7 @@ class GuideState:
 
         Raises GuideRefused if the guide has become too complex to continue, RuntimeError if it does not accept it.
         """
-        if token in self._ends:  # the mask allows it only after a complete answer
+        if token in self.ends:  # the mask allows it only after a complete answer
             self.done = True
         elif not self.matcher.consume_token(token):
             why = said(self.matcher)
@@ -103,7 +103,7 @@ class GuideState:
 
     def fork(self) -> GuideState:
         """A copy for another answer that continues from this position."""
-        other = GuideState(self.guides, self.compiled, self._ends)
+        other = GuideState(self.guides, self.compiled, self.ends)
         other.done = self.done
         other.matcher = None if self.matcher is None else self.matcher.deep_copy()
         return other
@@ -119,7 +119,7 @@ class GuideState:
     def end_words(self) -> np.ndarray:
         """The packed mask [ceil(V / 32)] uint32 of the tokens that may follow a complete answer only."""
         words = np.zeros(self.guides.words, np.uint32)
-        for token in self._ends:
+        for token in self.ends:
             if 0 <= token < self.guides.vocab_size:
                 words[token // 32] |= np.uint32(1 << token % 32)
         return words

@@ -250,7 +250,7 @@ class SequenceState:
     @property
     def stop_reason(self) -> int | str | None:
         """The token or the stop string that ends it."""
-        if self.generated and self.tokens[-1] in self.stop:
+        if self.generated and (self.tokens[-1] in self.stop or (self.guide and self.tokens[-1] in self.guide.ends)):
             return self.tokens[-1]
         return None if self.text is None else self.text.stop_string
 

@@ -34,6 +34,16 @@ COMPANIONS = (
     "*.tiktoken",
 )
 
+# Settings for generation that an older folder has in config.json, with the values that transformers takes for unset.
+IN_CONFIG: dict[str, Any] = {
+    **dict.fromkeys(("do_sample", "early_stopping", "remove_invalid_values"), False),
+    **{"max_length": 20, "min_length": 0, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "top_k": 50},
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty"), 0),
+    **dict.fromkeys(("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"), None),
+    **dict.fromkeys(("begin_suppress_tokens", "exponential_decay_length_penalty"), None),
+}
+
 # Style -> its name in config.json.
 _MODEL_TYPES = {"gelu": "starcoder2", "gated": "llama"}
 _ARCHITECTURES = {"gelu": "Starcoder2ForCausalLM", "gated": "LlamaForCausalLM"}

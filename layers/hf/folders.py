@@ -26,9 +26,19 @@ from ..config import TransformerConfig
 from ..options import LayerOptions, ModelKwargs, Unpack
 from ..transformer import ParallelTransformer
 from . import claims
-from .config import CHECKSUMS, CHECKSUMS_FORMAT, CONFIG, GENERATION, INDEX, WEIGHTS, config_from_hf, config_to_hf
+from .config import (
+    CHECKSUMS,
+    CHECKSUMS_FORMAT,
+    CONFIG,
+    GENERATION,
+    IN_CONFIG,
+    INDEX,
+    WEIGHTS,
+    config_from_hf,
+    config_to_hf,
+)
 from .export import export_hf
-from .notices import tell_unread, tell_untied
+from .notices import tell_unread, tell_untied, tell_unused, without_effect
 from .plain import check_dtypes, check_plain
 from .tensors import Tensors, explained
 from .tying import EMBEDDING, HEAD
@@ -183,12 +193,15 @@ def read_hf_config(directory: StrPath) -> TransformerConfig:
 
 
 def read_generation_config(directory: StrPath) -> dict[str, Any] | None:
-    """The settings for generation in ``directory``; None if it has none.
+    """The settings for generation in ``directory``; None if it has none. Older folders have them in ``config.json``.
 
     Raises ValueError for a file that is no JSON object.
     """
     path = Path(directory) / GENERATION
-    return _read_json(path, None) if path.exists() else None
+    if path.exists():
+        return _read_json(path, None)
+    raw = _read_json(Path(directory) / CONFIG, None)
+    return {name: raw[name] for name, usual in IN_CONFIG.items() if raw.get(name) not in (None, usual)} or None
 
 
 def _read_config(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, Any], TransformerConfig, torch.dtype]:
@@ -273,7 +286,7 @@ def _check_tensors(
     wanted = _by_file_names(wanted, config, files)
     with explained(directory):
         check_dtypes(tensors.dtypes, [name for name in wanted if name in tensors.dtypes])
-    _check_names(directory, config, set(_by_file_names(dict.fromkeys(names), config, files)), files)
+    _check_names(directory, config, set(_by_file_names(dict.fromkeys(names), config, files)), tensors)
     for name in (name for name in tensors.shapes if name in wanted):
         with tensors.explained(name):
             claims.check_shape(name, tensors.shapes[name], logical(wanted[name]).shape, raw)
@@ -394,13 +407,15 @@ def _weight_files(directory: Path, sums: checked.Sums | None) -> dict[Path, list
     return files
 
 
-def _check_names(directory: Path, config: TransformerConfig, wanted: set[str], files: dict[Path, list[str]]) -> None:
-    found = {name for names in files.values() for name in names}
+def _check_names(directory: Path, config: TransformerConfig, wanted: set[str], tensors: Tensors) -> None:
+    found = set(tensors.shapes)
     # Old Llama folders hold the rotary frequencies, and a folder may hold a tied head beside its embedding.
     spare = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         spare.add("lm_head.weight")
     missing, foreign = sorted(wanted - found), sorted(found - wanted - spare)
+    unused = [name for name in foreign if without_effect(name, tensors.shapes[name], tensors.dtypes[name])]
+    foreign = [name for name in foreign if name not in unused]
     if missing:
         raise ValueError(
             f"{directory}: {CONFIG} asks for {missing[0]} ({len(missing)} such in all), which no weights file holds"
@@ -409,6 +424,7 @@ def _check_names(directory: Path, config: TransformerConfig, wanted: set[str], f
         raise ValueError(
             f"{directory}: {foreign[0]} ({len(foreign)} such in all) has no place in the model of {CONFIG}"
         )
+    tell_unused(directory, unused)
 
 
 def _dtype(raw: dict[str, Any]) -> torch.dtype:

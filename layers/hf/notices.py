@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,29 @@ _ROPE_OF = {
     "longrope": {"short_factor", "long_factor", "original_max_position_embeddings", "attention_factor", "factor"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }
+
+
+# Of tensors without a place in the model: masks that older versions stored, and heads for other tasks.
+_MASK = re.compile(r"(^|\.)(masked_bias|bias|causal_mask)$")
+_OTHER_TASK = re.compile(
+    r"(^|\.)(pooler|seq_relationship|discriminator_predictions|classifier|score|v_head|qa_outputs|multiple_choice_head)\."
+)
+
+
+def without_effect(name: str, shape: Sequence[int], dtype: str) -> bool:
+    """Whether no logit depends on a tensor that has no place in the model; ``dtype`` is safetensors' name."""
+    square = len(shape) == 4 and list(shape[:2]) == [1, 1] and shape[2] == shape[3]
+    mask = dtype == "BOOL" or (_MASK.search(name) is not None and (square or not shape))
+    return mask or _OTHER_TASK.search(name) is not None
+
+
+def tell_unused(folder: Path, names: Sequence[str]) -> None:
+    """Tell which tensors of ``folder`` are left out."""
+    if names:
+        _tell(
+            f"{folder} holds {names[0]} ({len(names)} such in all), which has no place in the model of {CONFIG}: left "
+            "out, as in transformers; no logit depends on it"
+        )
 
 
 def tell_untied(folder: Path, target: str, source: str) -> None:

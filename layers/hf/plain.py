@@ -114,7 +114,7 @@ def _quantised(folder: Path) -> str | None:
     for inside, part in (("", config), ("text_config.", config.get("text_config"))):
         for key in ("quantization_config", "compression_config", "quantization"):
             given = part.get(key) if isinstance(part, Mapping) else None
-            if given:
+            if given and not _of_nothing(given):
                 method = _method(given, *(["compressed-tensors"] if key == "compression_config" else []))
                 return f"quantised by {method} ({inside}{key} in {CONFIG}); {_unpacking(method)}"
     for name in _BESIDE:
@@ -124,6 +124,13 @@ def _quantised(folder: Path) -> str | None:
             method = _method(given, {"quantize_config.json": "gptq", "quant_config.json": "awq"}.get(name, "modelopt"))
             return f"quantised by {method} ({name}); {_unpacking(method)}"
     return None
+
+
+def _of_nothing(given: Any) -> bool:
+    """Whether it is bitsandbytes' config for weights as they are."""
+    if not isinstance(given, Mapping) or given.get("quant_method") != "bitsandbytes":
+        return False
+    return given.get("load_in_4bit") is False and given.get("load_in_8bit") is False
 
 
 def _method(given: Any, otherwise: str = "a method that it does not name") -> str:
@@ -155,7 +162,7 @@ def _origin() -> str:
 
 def _of_file(path: Path) -> str:
     with path.open("rb") as file:
-        if path.suffix == ".gguf" or file.read(4) == b"GGUF":
+        if path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF":
             return _of_gguf(path)
     return (
         f"a file, and a model is a folder with {CONFIG}, weights in safetensors and a tokenizer: give the folder, "
@@ -204,7 +211,8 @@ def _of_folder(folder: Path) -> str:
 
 
 def _found(folder: Path, pattern: str) -> Iterator[Path]:
-    return iter(sorted(folder.glob(pattern)))
+    either_case = "".join(f"[{each}{each.upper()}]" if each.isalpha() else each for each in pattern)
+    return iter(sorted(folder.glob(either_case)))
 
 
 def _json(path: Path) -> dict[str, Any]:

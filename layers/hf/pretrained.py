@@ -37,7 +37,7 @@ from .folders import (
     _weight_files,
     read_generation_config,
 )
-from .notices import tell_unread, tell_untied
+from .notices import tell_unread, tell_untied, tell_unused, without_effect
 from .plain import check_dtypes
 from .tensors import Tensors, explained
 from .tying import owners, ties
@@ -134,11 +134,14 @@ def _on_meta(
         with refusals_of(folder, raw), claims.few_modules(len(tensors.where), raw), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
         claims.check_buffers(model, tensors.total, raw)
-        targets = _fitting(model, tensors, raw)
+        targets = _fitting(model, tensors, raw, folder)
         differing = _differing(model, targets, tensors, share)
-    if read_generation_config(folder) is not None:
+    if (generation := read_generation_config(folder)) is not None:
         with explained(folder / GENERATION):
-            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+            if (folder / GENERATION).exists():
+                model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+            else:  # the entries of an older folder's config
+                model.generation_config.update(**generation)
     _place_buffers(model, device)
     return model, targets, differing
 
@@ -176,7 +179,7 @@ def _untie(model: Any, folder: Path, names: set[str]) -> None:
             owner.config.tie_word_embeddings = False  # tie_weights() would tie them again
 
 
-def _fitting(model: Any, tensors: Tensors, config: Mapping[str, Any]) -> list[_Target]:
+def _fitting(model: Any, tensors: Tensors, config: Mapping[str, Any], folder: Path) -> list[_Target]:
     """The sources of ``model``'s parameters, which have no memory yet, after a comparison of names and shapes.
 
     Raises ValueError if the config claims other tensors than the files hold.
@@ -188,7 +191,7 @@ def _fitting(model: Any, tensors: Tensors, config: Mapping[str, Any]) -> list[_T
         tensors.dtypes,
         [name for target in targets if not floating.isdisjoint(target.made) for name, _ in target.sources],
     )
-    _check_names(model, targets, entries, set(entries))
+    tell_unused(folder, _check_names(model, targets, entries, set(entries), tensors))
     for target in targets:
         made = [entries[name] for name in target.made if name in entries]
         shapes = [tensors.shapes[name] for name, _ in target.sources]
@@ -271,7 +274,7 @@ def _read(
     """
     entries = model.state_dict(keep_vars=True)
     tensors = Tensors(files)
-    _check_names(model, targets, entries, held)
+    _check_names(model, targets, entries, held, tensors)
     with _bar(progress, tensors.total) as advance:
         for target in targets:
             if any(name in entries for name in target.made):
@@ -326,8 +329,13 @@ def _check_shape(name: str, found: Any, entry: torch.Tensor) -> None:
         raise ValueError(f"{name} is {list(found)}, expected {list(logical(entry).shape)}")
 
 
-def _check_names(model: Any, targets: list[_Target], entries: dict[str, torch.Tensor], held: set[str]) -> None:
-    """ValueError for tensors that this rank's part of the model misses, and for those with no place on any rank."""
+def _check_names(
+    model: Any, targets: list[_Target], entries: dict[str, torch.Tensor], held: set[str], tensors: Tensors
+) -> list[str]:
+    """The tensors with no place on any rank, if no logit depends on them.
+
+    Raises ValueError for other such tensors, and for those that this rank's part of the model misses.
+    """
 
     def ignored(name: str, patterns: Any) -> bool:
         return any(re.search(pattern, name) for pattern in patterns or ())
@@ -343,10 +351,13 @@ def _check_names(model: Any, targets: list[_Target], entries: dict[str, torch.Te
     ]
     foreign = {target.name: target.sources[0][0] for target in targets if held.isdisjoint(target.made)}
     unknown = [source for name, source in foreign.items() if not ignored(name, _old(model))]
+    unused = [name for name in unknown if without_effect(name, tensors.shapes[name], tensors.dtypes[name])]
+    unknown = [name for name in unknown if name not in unused]
     if missing:
         raise ValueError(f"the files have no {missing[0]} ({len(missing)} such in all), which {CONFIG} asks for")
     if unknown:
         raise ValueError(f"{unknown[0]} ({len(unknown)} such in all) has no place in the model of {CONFIG}")
+    return unused
 
 
 def _old(model: Any) -> list[str]:

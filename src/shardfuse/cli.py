@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,7 @@ _EXPLAINED = (ValueError, RuntimeError, OSError, ImportError)
 
 def main() -> None:
     """The console script. An explained error is one line on standard error and exit code 1."""
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         app(prog_name="shardfuse")
     except KeyboardInterrupt:

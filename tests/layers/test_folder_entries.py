@@ -164,7 +164,13 @@ def test_two_names_of_one_parameter_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.0.self_attn.q_proj.lora_A.weight", "score.weight", "model.layers.9.mlp.up_proj.weight"]
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.layers.9.mlp.up_proj.weight",
+        "model.embed_norm.weight",
+        "lm_head.bias",
+    ],
 )
 def test_a_tensor_without_a_place_is_named(tmp_path: Path, name: str):
     path = _rewritten(_folder(tmp_path), **{name: torch.ones(2, 32)})
@@ -178,3 +184,28 @@ def test_what_older_versions_stored_is_left_out_as_in_transformers(tmp_path: Pat
     stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     _rewritten(tmp_path, **{"bert.embeddings.position_ids": torch.arange(64)[None]})
     assert_same_model(stock, load_pretrained(tmp_path), tokens())
+
+
+MASK = torch.ones(64, 64, dtype=torch.uint8).tril()[None, None]
+LEFT_OUT: dict[str, tuple[str, torch.Tensor]] = {
+    "transformer.h.0.attn.masked_bias": ("gpt2", torch.tensor(-1e4)),
+    "transformer.h.1.attn.bias": ("gptj", MASK),
+    "transformer.h.0.attn.causal_mask": ("codegen", MASK.bool()),
+    "bert.pooler.dense.weight": ("bert", torch.ones(32, 32)),
+    "cls.seq_relationship.bias": ("bert", torch.ones(2)),
+    "score.weight": ("llama", torch.ones(2, 32)),
+    "v_head.summary.weight": ("llama", torch.ones(1, 32)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_tensor_that_no_logit_depends_on_is_told_and_left_out(tmp_path: Path, name: str):
+    kind, tensor = LEFT_OUT[name]
+    path = _folder(tmp_path, kind, **({"is_decoder": True} if kind == "bert" else {}))
+    stock = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    _rewritten(path, **{name: tensor})
+    for load in LOADERS if kind == "llama" else (load_pretrained,):
+        with pytest.warns(UserWarning, match=rf"holds {re.escape(name)} \(1 such in all\).* no logit depends on it"):
+            model = load(path)
+        if load is load_pretrained:
+            assert_same_model(stock, model, tokens())

@@ -142,6 +142,9 @@ def test_what_only_looks_quantised_is_loaded(folder: Path):
     (folder / "quant_config.json").write_text("{")
     _config(folder, quantization_config=None, text_config=None, compression_config={})
     load_hf(folder)
+    unpacked = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False}
+    _config(folder, quantization_config=unpacked)
+    load_hf(folder)
     load_pretrained(folder)
 
 
@@ -202,6 +205,7 @@ GGUF = (
 # The files of a folder, and what is said; a name that ends in / is a folder.
 WITHOUT_CONFIG: dict[str, tuple[dict[str, str], str]] = {
     "gguf": ({"m.gguf": "GGUF"}, rf"config\.json: no such file; m\.gguf is a GGUF file.*{GGUF}"),
+    "gguf in capitals": ({"M.GGUF": "GGUF"}, r"config\.json: no such file; M\.GGUF is a GGUF file"),
     "adapter": (
         {"adapter_config.json": ADAPTER, "adapter_model.safetensors": ""},
         r"a PEFT adapter, .* merge it into org/base: .*merge_and_unload\(\)",
@@ -272,6 +276,7 @@ def test_an_adapter_beside_weights_is_not_left_out(folder: Path):
     ("name", "text", "says"),
     [
         ("m.gguf", "", rf"a GGUF file, the format of llama\.cpp; .*{GGUF}.*AutoTokenizer"),
+        ("M.GGUF", "", "a GGUF file"),
         ("blob", "GGUF and more", "a GGUF file"),
         (WEIGHTS, "", r"a file, and a model is a folder with config\.json"),
     ],

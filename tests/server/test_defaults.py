@@ -116,7 +116,7 @@ def test_lengths_follow_max_length_and_the_context(serve: Any) -> None:
     ask("completions", prompt="x" * 10)
     ask("completions", prompt="x" * 30)
     ask("completions", prompt="x" * 60)
-    assert [request.max_new_tokens for request in seen] == [16, 10, 1]
+    assert [request.max_new_tokens for request in seen] == [16, 10, 16]
     ask, seen = serve({"max_new_tokens": 100_000})
     ask("completions", prompt="x" * 200)  # the default gives way to the context of 256
     assert [request.max_new_tokens for request in seen] == [56]

@@ -250,7 +250,7 @@ def test_the_tiny_model(command):
     ("arguments", "code", "says"),
     [
         (("--prompt", ""), 1, "the prompt is empty"),
-        (("--prompt", "x" * 600), 1, "this model's context is 512"),
+        (("--prompt", "x" * 600), 1, "a prompt and its answer have at most 512"),
         (("--prompt", "x", "--max-tokens", "600"), 1, "expected at most max_model_len=512"),
         (("--prompt", "x", "--temperature", "-1"), 1, "temperature=-1.0"),
         (("--prompt", "x", "--regex", "("), 1, "regex"),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,7 +136,7 @@ def test_what_applies_and_what_is_named() -> None:
     assert found.sampling == {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1}
     assert (found.eos_token_ids, found.stop_strings) == ({1, 2}, ("\n",))
     assert set(found.ignored) == {"num_beams", "no_repeat_ngram_size", "min_new_tokens"}
-    assert [found.length(16, prompt) for prompt in (2, 8, 20)] == [7, 1, 1]
+    assert [found.length(16, prompt) for prompt in (2, 8, 20)] == [7, 1, 16]
     ids = {
         "bos_token_id": 1,
         "pad_token_id": 0,
@@ -181,6 +182,39 @@ def test_every_default_of_transformers_is_known() -> None:
     assert GenerationDefaults.parse({**defaults, "max_length": None}).ignored == {}
 
 
+@pytest.mark.parametrize("load", [load_hf, load_pretrained])
+def test_an_older_folder_has_them_in_its_config(load: Any, tmp_path: Path) -> None:
+    own = {"do_sample": True, "top_k": 1, "temperature": 0.25, "num_beams": 4}
+    model = load(_folder(tmp_path, **own, max_length=20, repetition_penalty=1.0, eos_token_id=[4, 9]))
+    found = GenerationDefaults.of_model(model)
+    assert (found.do_sample, dict(found.sampling)) == (True, {"top_k": 1, "temperature": 0.25})
+    assert (found.ignored, found.max_length, found.eos_token_ids) == ({"num_beams": 4}, None, {4, 9})
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([5, 6]), np.array([5, 6]), [np.int64(5), 6], {5, 6}], ids=str)
+def test_ids_of_any_integer_type(ids: Any) -> None:
+    assert GenerationDefaults.parse({"eos_token_id": ids}).eos_token_ids == {5, 6}
+
+
+def test_whole_floats_and_flags_of_other_programs() -> None:
+    found = GenerationDefaults.parse({"top_k": 50.0, "max_new_tokens": 8.0, "do_sample": 1})
+    assert (dict(found.sampling), found.max_new_tokens, found.do_sample) == ({"top_k": 50}, 8, True)
+
+
+def test_defaults_that_cannot_be_stop_only_those_who_apply_them(tmp_path: Path) -> None:
+    """An engine alone takes the ends of answers from them, and so does a folder with --generation-config vllm."""
+    folder = _folder(tmp_path, {"top_p": 0, "eos_token_id": 9})
+    engine = Engine(load_hf(folder), num_blocks=2)
+    assert engine.eos_token_ids == {9}
+    with pytest.raises(ValueError, match=r"generation_config\.json: top_p=0"):
+        _ = engine.generation
+    opened = _open(folder, generation_config="vllm")
+    opened.engine.close()
+    assert opened.defaults == GenerationDefaults(frozenset([9]))
+    with pytest.raises(ValueError, match=r"generation_config\.json: top_p=0"):
+        _open(folder)
+
+
 # --- a folder's defaults ----------------------------------------------------------------------------------------------
 
 
@@ -192,23 +226,29 @@ def test_where_no_file_names_an_end_in_the_vocabulary_the_tokenizer_does(named: 
         assert f"answers end at {opened.tokenizer.eos_token} ({END})" in opened.how
 
 
-@pytest.mark.parametrize("choice", ["auto", "vllm", "FOLDER"])
+@pytest.mark.parametrize("choice", ["auto", "vllm", "FOLDER", "FILE", "FOLDER without an end"])
 def test_the_choice_of_defaults(choice: str, tmp_path: Path) -> None:
     folder = _folder(tmp_path, {"do_sample": True, "temperature": 0.3, "eos_token_id": [5, 6], "num_beams": 4})
     other = tmp_path / "other"
     other.mkdir()
-    (other / "generation_config.json").write_text('{"top_k": 3, "eos_token_id": 9, "max_new_tokens": 4}')
-    opened = _open(folder, generation_config=str(other) if choice == "FOLDER" else choice)
+    end = {} if choice == "FOLDER without an end" else {"eos_token_id": 9}
+    file = other / "generation_config.json"
+    file.write_text(json.dumps({"top_k": 3, "max_new_tokens": 4, **end}))
+    given = choice if choice in ("auto", "vllm") else str(file if choice == "FILE" else other)
+    opened = _open(folder, generation_config=given)
     opened.engine.close()
     found = opened.defaults
     wanted = {
         "auto": ({5, 6}, {"temperature": 0.3}, None, ["num_beams"]),
         "vllm": ({5, 6}, {}, None, []),
         "FOLDER": ({9}, {"top_k": 3}, 4, []),
+        "FILE": ({9}, {"top_k": 3}, 4, []),
+        "FOLDER without an end": ({5, 6}, {"top_k": 3}, 4, []),
     }
     assert (found.eos_token_ids, dict(found.sampling), found.max_new_tokens, list(found.ignored)) == wanted[choice]
-    told = {"auto": "do_sample=True, temperature=0.3", "vllm": "answers end at", "FOLDER": "top_k=3, max_new_tokens=4"}
-    assert told[choice] in opened.how
+    told = {"auto": "do_sample=True, temperature=0.3", "vllm": "answers end at"}
+    assert told.get(choice, "top_k=3, max_new_tokens=4") in opened.how
+    assert f"and not at the tokenizer's <|eos|> ({END})" in opened.how
     assert ("warning: generation_config.json has num_beams=4" in opened.how) == (choice == "auto")
 
 

@@ -204,7 +204,7 @@ def test_a_stop_token_may_end_a_complete_answer_only(as_stop: bool):
     sampling = SamplingParams(guide=Guide.regex("a{3,50}"), logit_bias={END: 1e6})
     (events,) = _run(engine, Request([1], 40, stop=[END] if as_stop else (), sampling=sampling))
     assert _text(events) == "aaa"
-    assert (events[-1].token, events[-1].finish) == (END, "stop")
+    assert (events[-1].token, events[-1].finish, events[-1].stop_reason) == (END, "stop", END)
 
 
 def test_a_stop_token_that_is_text_waits_for_the_end():

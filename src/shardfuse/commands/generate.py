@@ -68,6 +68,11 @@ def run_generate(options: GenerateOptions) -> int:
         text, guide = _prompt(options), _guide(options)
         with opening.started_ranks(model):
             opened = opening.lead(model, say)
+            if (
+                opened.defaults.do_sample is None
+                and "temperature" in opened.defaults.sampling.keys() - options.sampling
+            ):
+                say("the answer is greedy, because do_sample is not set there (--temperature samples)")
             with opened.engine as engine:
                 return _answer(engine, _request(options, opened, text, guide), say)
 
@@ -118,7 +123,9 @@ def _request(options: GenerateOptions, opened: Opened, text: str, guide: Guide |
     if not prompt:
         raise ValueError("the prompt is empty: expected text to continue")
     if len(prompt) >= most:
-        raise ValueError(f"the prompt has {len(prompt)} tokens, and this model's context is {most}: shorten it")
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, and a prompt and its answer have at most {most}: shorten it"
+        )
     usual = opened.defaults.length(MOST_TOKENS, len(prompt))
     return Request(
         prompt,

@@ -13,7 +13,7 @@ from ..layers.hf.folders import export_hf
 from ..layers.transformer import ParallelTransformer
 from ..parallel.core.mesh import MeshLike
 from ..serving.engine import Engine, ServableModel
-from ..serving.generation import GenerationDefaults
+from ..serving.generation import eos_token_ids
 from ..serving.request import Request, SequenceState
 from ..serving.sampling import sample
 from .tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer
@@ -69,7 +69,7 @@ def solo_tokens(model: ParallelTransformer, request: Request) -> list[int]:
     """
     request.check(model.config.vocab_size)
     device = next(model.parameters()).device
-    stop = request.stops(GenerationDefaults.of_model(model).eos_token_ids)
+    stop = request.stops(eos_token_ids(model))
     sequence = SequenceState(0, request, list(request.prompt), stop=stop)
     while sequence.finish() is None:
         logits = model.gather_logits(model(torch.tensor([sequence.tokens], device=device))[:, -1])
