@@ -48,7 +48,7 @@ settings.register_profile("shardfuse", deadline=None, derandomize=True, database
 settings.load_profile("shardfuse")
 
 
-SEVERAL, REHEARSAL, A_SECOND = 6, 30, 3
+SEVERAL, COMPILED, REHEARSAL, A_SECOND = 6, 4, 30, 3
 # What a test that compares numbers calls or names, or asks of a verdict or of a benchmark's gate.
 COMPARES = {"judge", "within", "relative_error", "assert_close", "opcheck", "allclose", "isclose", "equal", "approx"}
 COMPARES |= {"BUDGET", "green", "ok"}
@@ -134,17 +134,18 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def _files_of_part(items: list[pytest.Item], part: int, parts: int) -> set[Path]:
     """Files go, the one with the most tests first, to the part that has the fewest so far.
 
-    A test of several processes counts as ``SEVERAL``: they share the cores, and interpret what the others wait for. The
-    rehearsal of a GPU run is one test and takes as long as ``REHEARSAL`` others. Each of a nightly test's
-    ``seconds`` counts as ``A_SECOND`` others.
+    A test of several processes counts as ``SEVERAL``: they share the cores, and interpret what the others wait for; one
+    that compiles counts as ``COMPILED``. The rehearsal of a GPU run is one test and takes as long as ``REHEARSAL``
+    others. Each of the ``seconds`` that a test's marks ``nightly`` and ``codegen`` give counts as ``A_SECOND`` others.
     """
     sizes: Counter[Path] = Counter()
     for item in items:
         if item.path.name == "test_gpu_runner.py" and not sizes[item.path]:
             sizes[item.path] = REHEARSAL
-        nightly = item.get_closest_marker("nightly")
-        sizes[item.path] += A_SECOND * nightly.kwargs.get("seconds", 0) if nightly else 0
-        sizes[item.path] += SEVERAL if item.get_closest_marker("ranks") else 1
+        marks = [mark for name in ("nightly", "codegen") if (mark := item.get_closest_marker(name))]
+        sizes[item.path] += A_SECOND * sum(mark.kwargs.get("seconds", 0) for mark in marks)
+        compiled = COMPILED if item.get_closest_marker("codegen") else 1
+        sizes[item.path] += SEVERAL if item.get_closest_marker("ranks") else compiled
     taken: list[list[Path]] = [[] for _ in range(parts)]
     for path, _ in sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0])):
         min(taken, key=lambda paths: sum(sizes[path] for path in paths)).append(path)

@@ -24,6 +24,9 @@ KERNELS |= {"_norm_bwd_wide_kernel", "_norm_params_kernel", "_norm_sum_kernel", 
 KERNELS |= {"_plan_kernel", "_paged_attention_fwd_kernel", "_merge_kernel", "_write_kv_kernel", "_copy_blocks_kernel"}
 KERNELS |= {"_dropout_kernel", "_statistics_kernel", "_gradient_kernel"}
 
+# Two tiles of attention, one of them of invariant mode.
+FENCED = ("--models", "all", "--op", "paged_attention", "--case", "llama8b-bf16", "--case", "llama8b-invariant-bf16")
+
 pytestmark = [
     pytest.mark.codegen,
     pytest.mark.skipif(triton_version() is None, reason="Triton is not installed"),
@@ -50,16 +53,16 @@ def _ran_and_are_right(answers: list[dict[str, Any]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("part", ["1/2", "2/2"])
-def test_every_case_for_sm_90(part: str):
-    number, parts = map(int, part.split("/"))
+@pytest.mark.codegen(seconds=45)
+def test_every_case_for_sm_90():
     cases = [(name, case.name) for name, spec in registry.ops().items() for case in spec.tagged("test")]
-    answers = _emulated("--arch", "sm_90", "--part", part)
-    assert [(each["op"], each["case"]) for each in answers] == cases[number - 1 :: parts]
+    answers = _emulated("--arch", "sm_90")
+    assert [(each["op"], each["case"]) for each in answers] == cases
     _ran_and_are_right(answers)
 
 
-def test_a_case_of_models_for_every_kernel():
+@pytest.mark.codegen(seconds=75)
+def test_a_case_of_models_for_every_configuration():
     """Loops that refill their pipelines, programs with several tiles; all cases are run nightly."""
     answers = _emulated("--arch", "sm_90", "--models", "some")
     _ran_and_are_right(answers)
@@ -77,7 +80,7 @@ def test_a_sample_for_sm_80():
 )
 @pytest.mark.parametrize(
     ("options", "least"),
-    [(("--part", "3/24"), 7), (("--models", "some", "--op", "paged_attention", "--case", "llama8b-"), 2)],
+    [(("--part", "3/24"), 7), (FENCED, 2)],
     ids=["test cases", "tiles whose products need fences"],
 )
 def test_a_sample_under_another_triton(options: tuple[str, ...], least: int):

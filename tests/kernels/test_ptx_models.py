@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,7 +11,8 @@ from shardfuse.kernels.dev import registry
 from shardfuse.kernels.dev.cases import comm, linear, linear_builds, linear_fused
 from shardfuse.kernels.dev.ptx import models
 from shardfuse.kernels.dev.registry import Case
-from shardfuse.kernels.runtime import device
+from shardfuse.kernels.runtime import device, dispatch, fences
+from shardfuse.kernels.runtime.chips import converts_e4m3
 from shardfuse.kernels.runtime.dispatch import triton_version
 
 pytestmark = [
@@ -67,3 +69,43 @@ def test_every_build_of_attention_is_launched(arch: str):
     small = [each.case for each in models.cases(spec)]
     launched = {build.config for build in paged_builds.collect(arch, small)}
     assert {build.config for build in spec.builds(arch)} == launched
+
+
+@pytest.fixture(params=["sm_80", "sm_90"])
+def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Tensors of the CPU are launched on as on this chip."""
+    monkeypatch.setattr(device, "architecture", lambda of: request.param)
+    monkeypatch.setattr(device, "program_slots", lambda of: 3)
+    monkeypatch.setattr(dispatch, "_INTERPRETING", True)
+    with fences.assumed(True):
+        yield request.param
+
+
+def test_some_cases_launch_every_configuration(chip: str):
+    specs = [spec for spec in registry.ops().values() if spec.name != "scaled_linear" or converts_e4m3(chip)]
+    chosen = models.some(specs)
+    names = {(spec.name, small.name): _names(spec, small) for spec in specs for small in models.cases(spec)}
+    kept = [names[spec.name, small.name] for spec, small in chosen]
+    assert set().union(*kept) == set().union(*names.values())
+    assert {spec.name for spec, _ in chosen} == {name for name, _ in names}
+    assert len(chosen) < len(names) / 2
+
+
+def _names(spec: registry.OpSpec, small: models.Small) -> set[str]:
+    return {each.name for each in models.launched(spec, small)}
+
+
+def test_a_configuration_that_one_case_has_is_not_left_out(chip: str, monkeypatch: pytest.MonkeyPatch):
+    spec = registry.op("rms_norm")
+    launched, last = models.launched, models.cases(spec)[-1]
+    new = models.Launched("a kernel in a new configuration", 100.0)
+    monkeypatch.setattr(models, "launched", lambda op, small: launched(op, small) + [new] * (small == last))
+    assert last.name in {small.name for _, small in models.some([spec])}
+
+
+def test_launches_are_those_of_the_code_that_is_built(chip: str):
+    """What ``launched`` notes on tensors of the CPU is what is captured on meta tensors for ahead-of-time builds."""
+    spec = registry.op("linear_act")
+    for small, launches in itertools.islice(_products("linear_act", chip), 0, None, 6):
+        captured = {f"{each.fn.__name__} {each.config}" for each in launches}
+        assert _names(spec, small) >= captured

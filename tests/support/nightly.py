@@ -123,12 +123,11 @@ SHARES: tuple[tuple[Part, ...], ...] = (
     (Part("make codegen-all TARGETS='sm_120'", 400),),
     (
         Part("make emulate ARCH=sm_80", 100),
-        Part("make emulate ARCH=sm_80 ARGS='--models some'", 60),
+        Part("make emulate ARCH=sm_80 ARGS='--models some'", 90),
         Part("make emulate TRITON=side", 110),
-        Part("make emulate TRITON=side ARGS='--models some'", 60),
+        Part("make emulate TRITON=side ARGS='--models some'", 100),
     ),
-    (Part("make emulate ARGS='--models all --part 1/2'", 450),),
-    (Part("make emulate ARGS='--models all --part 2/2'", 450),),
+    (Part("make emulate ARGS='--models all'", 300),),
     (
         Part("make emulate ARGS='--approximate up'", 80),
         Part("make emulate ARGS='--approximate down'", 80),

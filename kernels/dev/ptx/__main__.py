@@ -6,6 +6,7 @@ python -m shardfuse.kernels.dev.ptx --op rms_norm --arch sm_90
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -32,18 +33,20 @@ def main() -> int:
         part, parts = map(int, options.part.split("/"))
     except ValueError as error:
         parser.error(str(error))
-    chosen = {"": _test_cases, "some": models.some, "all": models.cases}[options.models]
     # fp8 does not exist everywhere.
     there = [spec for spec in specs if spec.name != "scaled_linear" or converts_e4m3(options.arch)]
-    found = [(spec, small) for spec in there for small in chosen(spec) if options.case in small.name]
-    if not found:
-        parser.error(f"no case of {options.op or 'any op'} for {options.arch} has {options.case!r} in its name")
     if not 1 <= part <= parts:
         parser.error(f"--part {options.part}: expected I/N with 1 <= I <= N")
     os.environ.setdefault("SHARDFUSE_POISON", "1")
     driver.install(options.arch, options.slots)
+    wanted = options.case or [""]
+    choose = {"": _test_cases, "some": models.some, "all": _all_cases}[options.models]
+    found = [(spec, small) for spec, small in choose(there) if any(part in small.name for part in wanted)]
+    if not found:
+        parser.error(f"no case of {options.op or 'any op'} for {options.arch} has {wanted} in its name")
     driver.settings = Settings(end=_ENDS[options.approximate])
     torch.set_num_threads(1)
+    gc.set_threshold(100_000, 50, 100)  # translated kernels are many objects, and stay
     wrong = 0
     for spec, small in found[part - 1 :: parts]:
         answer = emulate(spec, small, options.vary)
@@ -52,8 +55,12 @@ def main() -> int:
     return bool(wrong)
 
 
-def _test_cases(spec: OpSpec) -> list[models.Small]:
-    return [models.Small(case.name, case) for case in spec.tagged("test")]
+def _test_cases(specs: list[OpSpec]) -> list[tuple[OpSpec, models.Small]]:
+    return [(spec, models.Small(case.name, case)) for spec in specs for case in spec.tagged("test")]
+
+
+def _all_cases(specs: list[OpSpec]) -> list[tuple[OpSpec, models.Small]]:
+    return [(spec, small) for spec in specs for small in models.cases(spec)]
 
 
 def emulate(spec: OpSpec, small: models.Small, vary: bool = False) -> dict[str, Any]:
@@ -109,9 +116,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m shardfuse.kernels.dev.ptx", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--op", default="", help="default: every op")
-    parser.add_argument("--case", default="", help="cases whose name holds this")
+    parser.add_argument("--case", action="append", help="cases whose name holds this (several times: or this)")
     parser.add_argument(
-        "--models", choices=["some", "all"], default="", help="cases of models made small, in place of test cases"
+        "--models",
+        choices=["some", "all"],
+        default="",
+        help="cases of models made small, in place of test cases: all, or one or more for each configuration",
     )
     parser.add_argument("--arch", choices=list(driver.ARCHS), default="sm_90")
     parser.add_argument(

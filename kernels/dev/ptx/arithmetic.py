@@ -111,7 +111,15 @@ def flush(x: Array) -> Array:
 
 def fma(a: Array, b: Array, c: Array) -> Array:
     """a * b + c of fp32, rounded once: the product is exact in fp64."""
-    return odd_sum(a.astype(f8) * b, np.asarray(c).astype(f8)).astype(f4)
+    x, y = a.astype(f8) * b, np.asarray(c).astype(f8)
+    total = np.asarray(x + y)
+    near = total.astype(f4)
+    # Only where fp64 lies half way between two numbers of fp32, or these have fewer bits, did its rounding matter.
+    doubtful = (total.view(u8) & u8(0x1FFFFFFF)) == u8(0x10000000)
+    doubtful |= (np.abs(near) < f4(2.0**-126)) & (total != 0)
+    if np.count_nonzero(doubtful):
+        near[doubtful] = odd_sum(*(np.broadcast_to(each, total.shape)[doubtful] for each in (x, y)))
+    return near
 
 
 def half(operation: str, given: Sequence[Array], kind: str) -> Array:

@@ -37,6 +37,7 @@ settings = Settings()  # of the launches to come
 mutate: Callable[[str], str] = lambda text: text  # PTX before it is run: for seeded faults
 
 _programs: dict[str, Program] = {}
+_older: list[Any] = []  # tensors that were there when the driver was installed
 _memory: list[Allocation] = []  # of the launch under way
 _problems: list[str] = []  # of its arguments
 _errors: list[BaseException] = []  # of the launch under way: an exception cannot pass through C
@@ -75,6 +76,8 @@ def install(arch: str, slots: int = 3) -> None:
     """
     if arch not in ARCHS:
         raise ValueError(f"arch={arch!r}: PTX is emulated for {', '.join(ARCHS)}")
+    _older[:] = _living()
+    gc.freeze()  # what the imports have made is not looked through for tensors at each launch
     capability = ARCHS[arch]
     folder = tempfile.mkdtemp(prefix="shardfuse-stub-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -226,13 +229,18 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _storages() -> list[Allocation]:
     found = {}
-    for each in gc.get_referrers(*_TENSORS):  # instances refer to their class
-        if type(each) in _TENSORS and each.device.type == "cpu" and each.layout is torch.strided:
+    for each in _older + _living():
+        if each.device.type == "cpu" and each.layout is torch.strided:
             storage = each.untyped_storage()
             if storage.nbytes():
                 name = f"a tensor {tuple(each.shape)}"
                 found[storage.data_ptr()] = Allocation(storage.data_ptr(), storage.nbytes(), name)
     return list(found.values())
+
+
+def _living() -> list[Any]:
+    """The tensors that the collector knows of: instances refer to their class."""
+    return [each for each in gc.get_referrers(*_TENSORS) if type(each) in _TENSORS]
 
 
 def _recorded(allocate: Any) -> Any:

@@ -80,7 +80,7 @@ class Launch(Lanes, TensorCopies, WarpGroups):
         self.early = settings.early
         self.threads, self.blocks = kernel.threads, len(ids)
         self.n = self.threads * self.blocks
-        each = np.arange(self.n)
+        self._each = each = np.arange(self.n)
         self.block, self.warp = each // self.threads, each // 32
         self.tid = (each % self.threads).astype(u4)
         self.lane, self.warp_in_block = self.tid & u4(31), self.tid >> u4(5)
@@ -96,6 +96,7 @@ class Launch(Lanes, TensorCopies, WarpGroups):
         self.shared = Shared(
             self.blocks, shared, self.warps, program.granule, SHARED_BASE, self.reports, settings.shared
         )
+        self._begins = self.block * self.shared.pitch  # where the memory of a thread's block does
         self.races = races or GlobalRaces(program.accesses, self.warps, allocations, reports)
         self.races.begin(places @ [1, grid[0], grid[0] * grid[1]], self.shared)
         self.R = [self._unwritten(bits, settings.registers) for bits in kernel.registers.values()]
@@ -234,7 +235,7 @@ class Launch(Lanes, TensorCopies, WarpGroups):
         return found if len(found) == size else None
 
     def threads_of(self, guard: Guard) -> Array:
-        return np.arange(self.n) if guard is None else np.flatnonzero(guard)
+        return self._each if guard is None else np.flatnonzero(guard)
 
     # --------------------------------------------------------------------------------------------------------- memory
 
@@ -267,16 +268,21 @@ class Launch(Lanes, TensorCopies, WarpGroups):
 
     def shared_places(self, address: Array, width: int, guard: Guard, where: int, what: str) -> tuple[Array, Array]:
         """(threads whose access is good, where it begins)."""
-        chosen = self.threads_of(guard)
-        first, good = self.shared.place(address[chosen], width, self.block[chosen], where, what)
+        chosen, given, begins = self._each, address, self._begins
+        if guard is not None:
+            chosen = np.flatnonzero(guard)
+            given, begins = address[chosen], begins[chosen]
+        if self.shared.holds(given, width):
+            return chosen, begins + given
+        first, good = self.shared.place(given, width, self.block[chosen], where, what)
         return (chosen, first) if good.all() else (chosen[good], first[good])
 
     def load_shared(self, address: Array, size: int, count: int, guard: Guard, where: int) -> list[Array]:
         chosen, first = self.shared_places(address, size * count, guard, where, "read")
         self.shared.note_read(first, size * count, self.warp[chosen], where)
-        view, found = self.shared.views[size], []
+        view, at, found = self.shared.views[size], first // size, []
         for i in range(count):
-            values = view[first // size + i]
+            values = view[at + i]
             if len(chosen) < self.n:
                 values, some = np.zeros(self.n, view.dtype), values
                 values[chosen] = some
@@ -388,17 +394,16 @@ class Launch(Lanes, TensorCopies, WarpGroups):
             self._stores = []
 
     def _land_tile(self, barrier: Any, size: int, source: Array, inside: Array, *rest: Any) -> None:
-        warps, tick, where = rest[-3:]
+        warp, tick, where = rest[-3:]
         address = (source[inside] * size + self.globals.base).astype(u8)
-        warp = np.full(len(address), warps[0])
-        self.races.note_read(address, size, warp, where, np.full(len(address), tick, np.int32))
+        self.races.note_read(address, size, np.full(len(address), warp), where, np.full(len(address), tick, np.int32))
         super()._land_tile(barrier, size, source, inside, *rest)
 
-    def _store_tile(self, size: int, tile: Array, into: Array, lines: Array, warps: Array, where: int) -> None:
+    def _store_tile(self, size: int, tile: Array, into: Array, lines: Array, warp: int, where: int) -> None:
         same = self.globals.views[size][into] == self.shared.views[size][tile // size]
         address = (into * size + self.globals.base).astype(u8)
-        self.races.note_write(address, size, np.full(len(into), warps[0]), where, same)
-        super()._store_tile(size, tile, into, lines, warps, where)
+        self.races.note_write(address, size, np.full(len(into), warp), where, same)
+        super()._store_tile(size, tile, into, lines, warp, where)
 
 
 def _turns(places: Array) -> list[Array]:

@@ -2,15 +2,18 @@
 
 Global memory is the host's own: an access must lie in one allocation and be aligned. Shared memory is divided into
 granules of the narrowest access that the kernel makes. Each has a state, and the clocks of its last writer and of its
-readers. A clock is a vector over the warps of a block, which barriers join (Flanagan and Freund, "FastTrack", 2009):
-two accesses by different warps of which one is a write, and neither known to the other's clock, are a race.
+readers; reads of whole lines of 16 bytes, as asynchronous units make them, are kept by line. A clock is a vector over
+the warps of a block, which barriers join (Flanagan and Freund, "FastTrack", 2009): two accesses by different warps of
+which one is a write, and neither known to the other's clock, are a race. Pages tell which accesses need no look at
+granules: those of memory that was not touched since all warps last met, or since it was looked at.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +27,8 @@ WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 NEVER, WRITTEN, UNDER_WAY, MBARRIER = 0, 1, 2, 3
 _KEPT = {UNDER_WAY: "shared write to a copy's target before its wait", MBARRIER: "shared write to a live mbarrier"}
 _MOST_REPORTS = 50
+_LINE = 16  # bytes; asynchronous units read multiples
+_PAGE = 1024  # bytes, of which is known when they were last written
 
 Array = Any
 Guard = Any  # which threads take part; None: all
@@ -139,13 +144,21 @@ class Shared:
         self.writer = np.zeros(granules, np.int16)  # warp of its block
         self.written = np.zeros(granules, np.int32)  # at which time of its clock
         self.read = np.zeros((granules, warps), np.int32)
-        self.held = np.zeros(granules, np.int16)  # how many operations under way still read it
+        lines = blocks * self.pitch // _LINE
+        self.held = np.zeros(lines, np.int16)  # how many operations under way still read it
+        self.line_read = np.zeros((lines, warps), np.int32)  # whole, by units among others
+        self.accesses = 0  # so far, counted: the last to each page that wrote, and that read
+        self.page = np.zeros(blocks * self.pitch // _PAGE, np.int64)
+        self.page_read = np.zeros_like(self.page)
         self.by_unit = np.zeros(granules, bool)  # written by an asynchronous unit
         self.own = np.arange(blocks * warps) % warps
+        self.met = np.zeros(blocks * warps, np.int64)  # how many accesses there were when all of its block last met
+        self._steps = np.arange(max(warps, 16))
         self.clock = np.zeros((blocks * warps, warps), np.int32)  # what each warp knows of each of its block
         self.clock[np.arange(blocks * warps), self.own] = 1
         # Of each warp its proxy fences: when, and what it then knew.
         self.fences: list[tuple[list[int], list[Array]]] = [([], []) for _ in range(blocks * warps)]
+        self._views: dict[tuple[int, int], tuple[int, Array, Array]] = {}
 
     @staticmethod
     def pitch_of(size: int, base: int) -> int:
@@ -155,13 +168,15 @@ class Shared:
     @staticmethod
     def bytes_of(size: int, warps: int, granule: int, base: int) -> int:
         """What a block's memory takes here, with its tables."""
-        return Shared.pitch_of(size, base) // granule * (granule + 10 + 4 * warps)
+        lines = Shared.pitch_of(size, base) // _LINE * (2 + 4 * warps)
+        return Shared.pitch_of(size, base) // granule * (granule + 8 + 4 * warps) + lines
 
     def meet(self, block: int) -> None:
         """A barrier of a block: each warp knows what the others know, and time goes on."""
         rows = self.clock[block * self.warps : (block + 1) * self.warps]
         rows[:] = rows.max(0)
-        rows[np.arange(self.warps), np.arange(self.warps)] += 1
+        rows[self._steps[: self.warps], self._steps[: self.warps]] += 1
+        self.met[block * self.warps : (block + 1) * self.warps] = self.accesses
 
     def tick(self, warp: int) -> int:
         """A warp's time, which goes on."""
@@ -169,6 +184,12 @@ class Shared:
         now = int(self.clock[warp, own])
         self.clock[warp, own] += 1
         return now
+
+    def holds(self, address: Array, width: int) -> bool:
+        """Whether all accesses are in the block's memory and aligned."""
+        if not len(address) or int(np.bitwise_or.reduce(address)) & (width - 1) or width & (width - 1):
+            return False
+        return self.base <= int(address.min()) and int(address.max()) + width <= self.end
 
     def place(self, address: Array, width: int, block: Array, where: int, what: str) -> tuple[Array, Array]:
         """(where accesses begin in ``bytes``, which of them are in the block's memory and aligned)."""
@@ -188,7 +209,22 @@ class Shared:
 
     def note_read(self, first: Array, width: int, warp: Array, where: int) -> None:
         """Warps read what begins at ``first``."""
-        at = self._granules(first, width)
+        at, own = self._granules(first, width), self.own[warp]
+        page = first // _PAGE
+        if not self._met_since(self.page[page], warp) or np.count_nonzero(self.state[at] != WRITTEN):
+            self._check_read(at, warp, where)
+        self.accesses += 1
+        self.page_read[page] = self.accesses
+        if width == _LINE:
+            self.line_read[first // _LINE, own] = self.clock[warp, own]
+        else:
+            self.read[at, own[:, None]] = self.clock[warp, own][:, None]
+
+    def _met_since(self, accesses: Array, warp: Array) -> bool:
+        """Whether these warps have all met those of their blocks since: nothing before that is a race."""
+        return not np.count_nonzero(accesses > self.met[warp])
+
+    def _check_read(self, at: Array, warp: Array, where: int) -> None:
         state, own = self.state[at], self.own[warp]
         if (state != WRITTEN).any():
             names = {NEVER: "shared read of what was never written", UNDER_WAY: "shared read of a copy before its wait"}
@@ -200,7 +236,6 @@ class Shared:
         if unknown.any():
             name = "race: read of what another warp wrote, without a barrier between"
             self.reports.add(name, where, int(unknown.any(1).sum()))
-        self.read[at, own[:, None]] = self.clock[warp, own][:, None]
 
     def note_write(
         self, first: Array, width: int, warp: Array, where: int, state: int = WRITTEN, same: Array = None
@@ -213,9 +248,18 @@ class Shared:
             for kind, name in _KEPT.items():
                 if count := int((before == kind).any(1).sum()):
                     self.reports.add(name, where, count)
-        if (held := self.held[at]).any():
+        line = first // _LINE
+        if (held := self.held[line]).any():
             name = "shared write to what an operation under way still reads"
-            self.reports.add(name, where, int(held.any(1).sum()))
+            self.reports.add(name, where, int((held != 0).sum()))
+        page = first // _PAGE
+        if not self._met_since(np.maximum(self.page[page], self.page_read[page]), warp):
+            self._check_write(at, line, warp, where, same)
+        self._touch(first)
+        self._mark(at, state, own, self.clock[warp, own[:, 0]][:, None])
+
+    def _check_write(self, at: Array, line: Array, warp: Array, where: int, same: Array) -> None:
+        own = self.own[warp][:, None]
         writer, known = self.writer[at], self.clock[warp]
         unknown = (self.written[at] > np.take_along_axis(known, writer.astype(np.int64), 1)) & (writer != own)
         if same is not None:
@@ -223,19 +267,94 @@ class Shared:
         if unknown.any():
             name = "race: write over what another warp wrote, without a barrier between"
             self.reports.add(name, where, int(unknown.any(1).sum()))
-        late = (self.read[at] > known[:, None, :]) & (np.arange(self.warps) != own[:, :, None])
+        late = self.line_read[line] > known
+        for column in at.T:
+            late |= self.read[column] > known
+        late &= self._steps[: self.warps] != own
         if late.any():
             name = "race: write over what another warp reads, without a barrier between"
-            self.reports.add(name, where, int(late.any((1, 2)).sum()))
-        self.state[at] = state
-        self.by_unit[at] = False
-        self.writer[at] = own
-        self.written[at] = self.clock[warp, own[:, 0]][:, None]
+            self.reports.add(name, where, int(late.any(1).sum()))
 
-    def note_unit_read(self, first: Array, width: int, warp: Array, where: int) -> None:
-        """An asynchronous unit reads for a warp: ordinary writes need a proxy fence before that."""
-        self.note_read(first, width, warp, where)
-        self.check_fenced(first, width, int(warp[0]), where, "an asynchronous unit reads what was written")
+    def _mark(self, at: Any, state: int, writer: Any, written: Any, by_unit: bool = False) -> None:
+        self.state[at], self.by_unit[at] = state, by_unit
+        self.writer[at], self.written[at] = writer, written
+
+    def _touch(self, first: Array) -> None:
+        self.accesses += 1
+        self.page[first // _PAGE] = self.accesses
+
+    def _span(self, lines: Array) -> slice:
+        """The granules of lines that lie one after the other."""
+        return slice(int(lines[0]) // self.granule, (int(lines[-1]) + _LINE) // self.granule)
+
+    def is_free(self, lines: Array, warp: int) -> bool:
+        """Whether an asynchronous unit may write these lines, which lie one after the other, for a warp."""
+        at, line, own = self._span(lines), slice(lines[0] // _LINE, lines[-1] // _LINE + 1), self.own[warp]
+        if (self.state[at] > WRITTEN).any() or self.held[line].any():
+            return False
+        known, fenced = self._view(range(warp, warp + 1))
+        writer, written, known = self.writer[at], self.written[at], known.copy()
+        if ((written > fenced[writer]) & ~self.by_unit[at]).any() or (written > known[writer]).any():
+            return False
+        known[own] = np.iinfo(known.dtype).max
+        return bool((self.read[at].max(0) <= known).all() and (self.line_read[line].max(0) <= known).all())
+
+    def note_unit_write(self, lines: Array, warp: int, where: int, free: bool) -> None:
+        """An asynchronous unit begins to write such lines; ``free``: that it may is known."""
+        if not free:
+            return self.note_write(lines, _LINE, np.full(len(lines), warp), where, UNDER_WAY)
+        self._touch(lines)
+        self._mark(self._span(lines), UNDER_WAY, own := self.own[warp], self.clock[warp, own])
+        return None
+
+    def land_unit(self, lines: Array, warp: int, tick: int) -> None:
+        """What it wrote is there, as its deed at that time of the warp."""
+        self._touch(lines)
+        self._mark(self._span(lines), WRITTEN, self.own[warp], tick, by_unit=True)
+
+    def note_unit_read(
+        self, lines: Array, warps: range, where: int, checked: int | None = None, parts: Sequence[Array] = ()
+    ) -> int | None:
+        """An asynchronous unit reads lines for warps of one block: ordinary writes need a proxy fence before that.
+        ``parts``: of several operands, each counted by itself.
+
+        Returns up to which write that is right; None where it is not. It stays so where nothing is written: what
+        ``checked``, returned by an earlier read of these lines for these warps, covers is not looked at again.
+        """
+        now: int | None = self.accesses
+        page = lines // _PAGE
+        written = checked is None or np.count_nonzero(self.page[page] > checked)
+        if written and not self._is_readable(self._granules(lines, _LINE), warps):
+            now = None
+            for some, warp in itertools.product(parts or [lines], warps):
+                self._check_read(self._granules(some, _LINE), np.full(len(some), warp), where)
+                self.check_fenced(some, _LINE, warp, where, "an asynchronous unit reads what was written")
+        self.accesses += 1
+        self.page_read[page] = self.accesses
+        own = warps.start % self.warps
+        rows = self._steps[: len(warps)]
+        self.line_read[lines // _LINE, own : own + len(warps)] = self.clock[warps.start + rows, own + rows]
+        return now
+
+    def _is_readable(self, at: Array, warps: range) -> bool:
+        """Whether asynchronous units may read these for each of the warps."""
+        if np.count_nonzero(self.state[at] != WRITTEN):
+            return False
+        known, fenced = self._view(warps)
+        writer, written = self.writer[at], self.written[at]
+        if np.count_nonzero(written > known[writer]):
+            return False
+        return bool(((written <= fenced[writer]) | self.by_unit[at]).all())
+
+    def _view(self, warps: range) -> tuple[Array, Array]:
+        """Of each warp of their block, up to when all of these warps know its writes, and up to when its writes are
+        fenced for them.
+        """
+        clock, key = self.clock[warps.start : warps.stop], (warps.start, warps.stop)
+        total = int(clock.sum())  # clocks only grow
+        if self._views.get(key, (-1,))[0] != total:
+            self._views[key] = total, clock.min(0), np.minimum.reduce([self.fenced(warp) for warp in warps])
+        return self._views[key][1:]
 
     def check_fenced(self, first: Array, width: int, warp: int, where: int, what: str) -> bool:
         """Whether ordinary writes, which are reported, lack a proxy fence before the asynchronous units of a warp."""
@@ -249,6 +368,7 @@ class Shared:
     def set_live(self, first: Array, live: bool) -> None:
         """These are mbarriers from now on, or no longer."""
         at = self._granules(first, 8)
+        self._touch(first)
         self.state[at] = MBARRIER if live else np.where(self.state[at] == MBARRIER, WRITTEN, self.state[at])
 
     def fence_barriers(self, warp: int) -> None:
@@ -277,17 +397,12 @@ class Shared:
                 np.maximum(found, known[latest - 1], out=found)
         return found
 
-    def hold(self, first: Array, width: int, by: int) -> None:
+    def hold(self, lines: Array, by: int) -> None:
         """An operation under way reads these until further notice (1), or has read them (-1)."""
-        self.held[self._granules(first, width)] += by
+        self.held[lines // _LINE] += by
 
-    def land(self, first: Array, width: int, warp: Array, tick: int | None = None) -> None:
-        """A copy's data is there: for the warp that waited, as of now; with ``tick``, as a unit's deed at that time of
-        its issuer.
-        """
-        at = self._granules(first, width)
+    def land(self, first: Array, width: int, warp: Array) -> None:
+        """A copy's data is there for the warps that waited."""
         own = self.own[warp]
-        self.state[at] = WRITTEN
-        self.writer[at] = own[:, None]
-        self.written[at] = self.clock[warp, own][:, None] if tick is None else tick
-        self.by_unit[at] = tick is not None
+        self._touch(first)
+        self._mark(self._granules(first, width), WRITTEN, own[:, None], self.clock[warp, own][:, None])

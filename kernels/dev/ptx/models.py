@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from ...cross_entropy.chunks import chunk_size
 from ...linear import plan
 from ...linear.gemm import Gemm
+from ...runtime import device
 from ...runtime.dtypes import BF16
 from ..registry import Case, OpSpec
 from ..shapes import Projection, projection
@@ -95,29 +96,10 @@ _PROJECTIONS: dict[str, dict[tuple[str, str, int], tuple[int, ...]]] = {
         ("llama3-8b", "o", 4): (1,),
     },
 }
-# A case or more for every kernel: what there is time for everywhere.
-_SOME: dict[str, tuple[str, ...]] = {
-    "linear_act": (
-        "llama3-8b-tp1-t8192-d4096-f14336-bf16-gelu_tanh",
-        "llama3-8b-tp1-t16-d4096-f14336-bf16-gelu_tanh",
-    ),
-    "gated_linear": ("t4096-d4096-f4096-bf16-relu",),
-    "dgrad_gated": ("t8192-d4096-f14336-bf16-silu-recompute_act",),
-    "wgrad_accumulate": ("t8192-d4096-f16384-bf16-bias-fp32",),
-    "scaled_linear": ("t16-d4096-f4096-bf16-product-row-nobias",),
-    "linear_cross_entropy": ("t8192-d4096-v16384-bf16-again",),
-    "paged_attention": ("llama8b-bf16", "llama8b-invariant-bf16", "gemma-mixed-fp16", "h72-v64-pair-bf16"),
-    "rms_norm": ("t8192-d5120-bf16-residual_fp32-p_0.1",),
-    "layer_norm": ("t1024-d32768-bf16-residual_same",),
-    "rope": ("llama8b-b1-s8192-n32-k8-h128-bf16",),
-    "dropout": ("r8192-c4096-bf16-p0.1-residual",),
-    "write_kv": ("t64-k8-h128-p16-bf16-e4m3-written",),
-    "norm_rope_write_kv": ("t64-n32-k8-h128-p16-fp16-int8-written",),
-    "copy_blocks": ("32x256x8x16x256-e4m3-n64-dim1",),
-    "all_gather_linear": ("t8192-k8192-n3584-r8-bf16-activation_gelu_tanh",),
-    "linear_reduce_scatter": ("t4096-k5120-n5120-r4-fp16",),
-    "all_reduce_rmsnorm": ("t16-d4096-r2-bf16",),
-}
+# Where no tensor cores multiply: tiles of 64, steps of 16.
+_PLAIN = {"T": 144, "D": 112, "F": 144}
+# Seconds in the emulator: of a launch; of a product of two numbers by FMA, by tensor cores, and there after TMA.
+_LAUNCH, _BY_FMA, _BY_TENSOR_CORES, _BY_TMA = 0.1, 6e-8, 1.5e-8, 5e-9
 _CHUNK = 64  # tokens of a cross-entropy
 _CONTEXT, _QUERIES = (1023, 130), (37, 5)  # of paged attention, in place of as many sequences alike
 
@@ -133,9 +115,48 @@ def cases(spec: OpSpec) -> list[Small]:
     return found
 
 
-def some(spec: OpSpec) -> list[Small]:
-    """Of these a few, all kernels among them."""
-    return [each for each in cases(spec) if each.name in _SOME.get(spec.name, ())]
+def some(specs: Iterable[OpSpec]) -> list[tuple[OpSpec, Small]]:
+    """Cases of every op that together launch each kernel in each configuration that all cases do, on the chip that
+    ``device.architecture`` names: greedily the case with most that is new for its cost, but for those all of whose
+    launches others make.
+    """
+    found = [(spec, small, launched(spec, small)) for spec in specs for small in cases(spec)]
+    shown = [{each.name for each in launches} | {spec.name} for spec, _, launches in found]
+    cost = [sum(each.cost for each in launches) for _, _, launches in found]
+    missing, chosen = set[str]().union(*shown), list[int]()
+    while missing:
+        chosen.append(max(range(len(found)), key=lambda n: len(shown[n] & missing) ** 2 / cost[n]))
+        missing -= shown[chosen[-1]]
+    for n in sorted(chosen, key=lambda n: -cost[n]):
+        if shown[n] <= set[str]().union(*(shown[other] for other in chosen if other != n)):
+            chosen.remove(n)
+    return [found[n][:2] for n in sorted(chosen)]
+
+
+class Launched(NamedTuple):
+    name: str  # the kernel with its configuration
+    cost: float  # roughly, in seconds of an emulator
+
+
+def launched(spec: OpSpec, small: Small) -> list[Launched]:
+    """What a case launches; nothing runs."""
+    noted: list[Launched] = []
+
+    def note(fn: Any, grid: Any, args: Any, *, config: Any, gemm: Gemm | None = None, **others: Any) -> None:
+        cost = _LAUNCH
+        if gemm is not None:
+            fast = config.use_tma and gemm.dtype != torch.float32
+            each = _BY_FMA if _is_plain(gemm.dtype, small.tf32) else _BY_TMA if fast else _BY_TENSOR_CORES
+            cost += gemm.M * gemm.N * gemm.K * each
+        noted.append(Launched(f"{fn.__name__} {config}", cost))
+
+    launch, device.launch = device.launch, note
+    try:
+        with configured(small):
+            spec.run(spec.make_inputs(small.case, torch.device("cpu"), 1), small.case, "triton")
+    finally:
+        device.launch = launch
+    return noted
 
 
 def _runs(case: Case) -> bool:
@@ -149,6 +170,8 @@ def _small(op: str, case: Case) -> Case:
     if op == "copy_blocks":
         return _small_copies(case)
     most = _SMALL[op] | (_STREAMED if _streams(op, case.sizes.get("T", 0)) else {})
+    if most == _PRODUCT and _is_plain(case.dtype, bool(case.options.get("tf32"))):
+        most = _PLAIN
     sizes = {letter: _shrunk(size, most.get(letter, size)) for letter, size in case.sizes.items()}
     more = {"chunk": _CHUNK} if op == "linear_cross_entropy" else {}
     return dataclasses.replace(case, sizes=sizes, options={**case.options, **more})
@@ -156,6 +179,10 @@ def _small(op: str, case: Case) -> Case:
 
 def _streams(op: str, tokens: int) -> bool:
     return _SMALL[op] in (_PRODUCT, _REMOTE) and tokens <= 64
+
+
+def _is_plain(dtype: torch.dtype, tf32: bool) -> bool:
+    return dtype == torch.float32 and not tf32
 
 
 def _shrunk(size: int, most: int) -> int:

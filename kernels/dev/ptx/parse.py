@@ -8,7 +8,6 @@ instruction its line of Python.
 from __future__ import annotations
 
 import bisect
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ BITS |= {"b64": 64, "u64": 64, "s64": 64, "f64": 64, "b128": 128}
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?$")
 _FLOAT = re.compile(r"0[fFdD]([0-9a-fA-F]+)$")
 _TOKEN = re.compile(r"\s*(?:(?P<open>\{)|(?P<close>\})|(?P<label>[\w$]+):(?!:)|(?P<statement>[^;]*);)", re.S)
+_NESTED = re.compile(r"[{\[(|]")
 _WIDTH = re.compile(r"v(\d+)")
 
 
@@ -77,11 +77,10 @@ class Instruction:
     text: str
     line: int  # of the PTX, from 1
     source: str = ""  # "file.py:12"
+    parts: list[str] = field(init=False)  # the opcode and its modifiers
 
-    @functools.cached_property
-    def parts(self) -> list[str]:
-        """The opcode and its modifiers."""
-        return self.opcode.split(".")
+    def __post_init__(self) -> None:
+        self.parts = self.opcode.split(".")
 
     @property
     def count(self) -> int:
@@ -171,6 +170,7 @@ class _Body:
         self.scopes: list[dict[str, str]] = [{}]  # of each open scope, names in the text -> unique ones
         self.opened: list[tuple[int, dict[str, str]]] = []  # of each inner scope, its first instruction and its labels
         self.count = 0  # of inner scopes so far
+        self.known: dict[str, Operand] = {}  # operands by their text, in these scopes
 
     def read(self, text: str, at: int) -> None:
         line = text.count("\n", 0, at) + 1
@@ -179,10 +179,12 @@ class _Body:
             begun = found.start(kind)
             line += text.count("\n", at, begun)
             if kind == "open":
+                self.known.clear()
                 self.count += 1
                 self.scopes.append({})
                 self.opened.append((len(self.kernel.code), {}))
             elif kind == "close":
+                self.known.clear()
                 self.scopes.pop()
                 if not self.scopes:
                     return
@@ -216,6 +218,7 @@ class _Body:
         found = re.match(r"\.reg\s+\.(\w+)\s+(.*)", statement, re.S)
         if found is None:
             raise ValueError(f"expected a declaration of registers, not {statement!r}")
+        self.known.clear()
         for each in found[2].split(","):
             name = each.strip()
             ranged = re.match(r"(.*)<(\d+)>$", name)
@@ -230,15 +233,21 @@ class _Body:
             named = self._name(guard[2])
             assert isinstance(named, Register), statement
             predicate, negated, rest = named.name, bool(guard[1]), statement[guard.end() :]
-        opcode, _, rest = re.sub(r"\s+", " ", rest).partition(" ")
-        args = [self._operand(part) for part in _split(rest)]
+        opcode, _, rest = " ".join(rest.split()).partition(" ")
+        args = list(map(self._operand, _split(rest)))
         return Instruction(opcode, args, predicate, negated, statement, line, self.where(line))
 
     def _name(self, name: str) -> Operand:
         unique = next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
-        return Symbol(name) if unique is None else _register(unique)
+        return Symbol(name) if unique is None else Register(unique)
 
     def _operand(self, text: str) -> Operand:
+        found = self.known.get(text)
+        if found is None:
+            found = self.known[text] = self._parsed(text)
+        return found
+
+    def _parsed(self, text: str) -> Operand:
         if text[0] in "{(":
             return Vector(tuple(map(self._operand, _split(text[1:-1]))))
         if text[0] == "[":
@@ -256,13 +265,10 @@ class _Body:
         return self._name(text)
 
 
-@functools.lru_cache(maxsize=65536)
-def _register(name: str) -> Register:
-    return Register(name)
-
-
 def _split(text: str) -> list[str]:
     """At commas outside brackets, and at | between two destinations."""
+    if not _NESTED.search(text):
+        return [part.strip() for part in text.split(",")] if text else []
     parts, depth, current = [], 0, ""
     for char in text:
         depth += (char in "{[(") - (char in "}])")

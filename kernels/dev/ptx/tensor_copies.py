@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .memory import UNDER_WAY, WORDS, Array, Guard
+from .memory import WORDS, Array, Guard
 
 if TYPE_CHECKING:
     from .memory import Global, Reports, Shared
@@ -343,18 +343,18 @@ class TensorCopies:
             if barrier is None or not good.all():
                 continue
             lines = placed[0] + np.arange(0, total, _LINE)
-            warps = np.full(len(lines), warp)
-            self.shared.check_fenced(lines, _LINE, warp, where, "an asynchronous unit writes over what was written")
+            if not (free := self.shared.is_free(lines, warp)):
+                self.shared.check_fenced(lines, _LINE, warp, where, "an asynchronous unit writes over what was written")
             at = np.array([block * self.shared.pitch + int(mbarrier[t])])
             if not self._noted:  # once, as Triton leaves that fence out
                 name = "note: an asynchronous unit uses an mbarrier, initialised"
                 self._noted = self.shared.check_fenced(at, 8, warp, where, name)
-            self.shared.note_write(lines, _LINE, warps, where, UNDER_WAY)
+            self.shared.note_unit_write(lines, warp, where, free)
             self.shared.bytes[placed[0] : placed[0] + total] = 0xFF
             tile = block * self.shared.pitch + swizzled(start + offsets, tensor.swizzle)
             source = np.where(inside, self.globals.index(address, tensor.itemsize), 0)
             tick = self.shared.tick(warp)
-            land = partial(self._land_tile, barrier, tensor.itemsize, source, inside, tile, lines, warps, tick, where)
+            land = partial(self._land_tile, barrier, tensor.itemsize, source, inside, tile, lines, warp, tick, where)
             barrier.copies.append((where, land))
         self._advance()
 
@@ -366,16 +366,16 @@ class TensorCopies:
         inside: Array,
         tile: Array,
         lines: Array,
-        warps: Array,
+        warp: int,
         tick: int,
         where: int,
     ) -> None:
         found = np.zeros(len(inside), WORDS[size])
         found[inside] = self.globals.views[size][source[inside]]
         self.shared.views[size][tile // size] = found
-        self.shared.land(lines, _LINE, warps, tick)
+        self.shared.land_unit(lines, warp, tick)
         barrier.bytes -= _LINE * len(lines)
-        own = self.shared.own[warps[0]]
+        own = self.shared.own[warp]
         barrier.clock[own] = max(barrier.clock[own], tick)
 
     def store_tensor(self, descriptor: Array, corner: list[Array], source: Array, guard: Guard, where: int) -> None:
@@ -393,18 +393,17 @@ class TensorCopies:
             if not good.all():
                 continue
             lines = placed[0] + np.arange(0, total, _LINE)
-            warps = np.full(len(lines), warp)
-            self.shared.note_unit_read(lines, _LINE, warps, where)
-            self.shared.hold(lines, _LINE, 1)
+            self.shared.note_unit_read(lines, range(warp, warp + 1), where)
+            self.shared.hold(lines, 1)
             tile = (block * self.shared.pitch + swizzled(start + offsets, tensor.swizzle))[inside]
             into = self.globals.index(address[inside], size)
 
-            land = partial(self._store_tile, size, tile, into, lines, warps, where)
+            land = partial(self._store_tile, size, tile, into, lines, warp, where)
             self._stores.append((int(t), int(self._bulk[t]), land, where))
 
-    def _store_tile(self, size: int, tile: Array, into: Array, lines: Array, warps: Array, where: int) -> None:
-        self.shared.note_unit_read(lines, _LINE, warps, where)
-        self.shared.hold(lines, _LINE, -1)
+    def _store_tile(self, size: int, tile: Array, into: Array, lines: Array, warp: int, where: int) -> None:
+        self.shared.note_unit_read(lines, range(warp, warp + 1), where)
+        self.shared.hold(lines, -1)
         self.globals.views[size][into] = self.shared.views[size][tile // size]
 
     def commit_stores(self, guard: Guard) -> None:

@@ -6,9 +6,10 @@ reads may not be written. PTX ISA, "Asynchronous warpgroup level matrix instruct
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,14 @@ _POISON = u4(0xFFF0BAAD)
 _SWIZZLES = {0: 0, 1: 3, 2: 2, 3: 1}  # of a matrix descriptor: none, 128, 64 and 32 bytes -> as in ``swizzled``
 
 
+class Tile(NamedTuple):
+    """Where the elements of a matrix lie in a block's shared memory."""
+
+    elements: Array  # [rows, k], in a view of their size
+    lines: Array  # that hold them
+    end: int  # of the last line
+
+
 @dataclass(eq=False)
 class Product:
     """One wgmma under way: D [64, n] = A [64, k] @ B [n, k]^T, plus C with ``adds``."""
@@ -37,15 +46,14 @@ class Product:
     n: int
     k: int
     kinds: list[str]
-    registers: list[int]  # of D
-    a: int | list[int]  # a matrix descriptor, or registers
-    b: int
-    turned_a: int  # whether its rows are contiguous, not its columns
-    turned_b: int
+    registers: tuple[int, ...]  # of D
+    a: list[int]  # registers; none where it lies in shared memory
+    tiles: list[Tile]  # of A, unless it is in registers, and B
     adds: bool
     c: Product | Array = None  # registers, or the product under way whose result it is
     given: list[Array] = field(default_factory=list)  # A's registers when it began
-    held: list[Array] = field(default_factory=list)  # what it reads of shared memory
+    held: Array = None  # the lines that it reads of shared memory
+    checked: int | None = None  # what ``note_unit_read`` returned
     result: Array = None
 
 
@@ -64,7 +72,7 @@ class WarpGroups:
     def start_products(self) -> None:
         self._products: list[Product] = []
         self._batches = np.zeros(max(1, self.n // _GROUP), np.int64)  # that each warp group has committed
-        self._tiles: dict[Any, Array] = {}
+        self._last: dict[tuple[int, tuple[int, ...]], Product] = {}  # under way, by group and D
 
     def end_products(self) -> None:
         if self._products:
@@ -76,16 +84,21 @@ class WarpGroups:
     def _check_kept(self, product: Product) -> None:
         """Whether A's registers have kept their values: until its wait a product may read them."""
         threads = slice(product.group * _GROUP, (product.group + 1) * _GROUP)
-        now = [self.R[r] for r in product.a] if isinstance(product.a, list) else []
+        now = [self.R[r] for r in product.a]
         if any(a is not b and (a[threads] != b[threads]).any() for a, b in zip(now, product.given)):
             self.reports.add("registers with a wgmma's A are written before its wait", product.where)
 
-    def _set_registers(self, product: Product, values: Any) -> None:
-        """Write the result's registers, or poison, in order with other products."""
-        threads = slice(product.group * _GROUP, (product.group + 1) * _GROUP)
-        for row, r in enumerate(product.registers):
-            self.R[r] = self.R[r].copy()
-            self.R[r][threads] = values[row] if isinstance(values, np.ndarray) else values
+    def _set_registers(self, products: Iterable[Product]) -> None:
+        """Write the registers of results, or poison where there are none yet."""
+        written: dict[tuple[int, ...], list[Product]] = {}
+        for product in products:
+            written.setdefault(product.registers, []).append(product)
+        for registers, some in written.items():
+            for row, r in enumerate(registers):
+                self.R[r] = self.R[r].copy()
+                for product in some:
+                    threads = slice(product.group * _GROUP, (product.group + 1) * _GROUP)
+                    self.R[r][threads] = _POISON if product.result is None else product.result[row]
 
     def commit_products(self, guard: Guard) -> None:
         self._batches[self._groups(guard)] += 1
@@ -111,41 +124,45 @@ class WarpGroups:
                 "a wgmma is the first, or its registers are touched, without a wgmma.fence before; ptxas may inject it"
             )
             self.reports.add(name, where)
-        for group in self._groups(guard):
-            first = int(group) * _GROUP
+        size, begun = ITEMSIZE[kinds[0]], []
+        for group in self._groups(guard).tolist():
+            first = group * _GROUP
             threads = slice(first, first + _GROUP)
+            in_registers = isinstance(a, list)
+            tiles = [] if in_registers else [_tile(int(a[first]), 64, k, size, turned_a)]
             product = Product(
-                group=int(group),
+                group=group,
                 batch=int(self._batches[group]),
                 where=where,
                 n=n,
                 k=k,
                 kinds=kinds,
-                registers=registers,
-                a=a if isinstance(a, list) else int(a[first]),
-                b=int(b[first]),
-                turned_a=turned_a,
-                turned_b=turned_b,
+                registers=tuple(registers),
+                a=a if in_registers else [],
+                tiles=[*tiles, _tile(int(b[first]), n, k, size, turned_b)],
                 adds=bool(adds[first]),
             )
-            chain = [each for each in self._products if each.group == group and each.registers == registers]
-            product.c = chain[-1] if chain else np.stack([self.R[r][threads] for r in registers])
-            product.given = [self.R[r] for r in a] if isinstance(a, list) else []
+            before = self._last.get((group, product.registers))
+            if before is None:  # else they are poison already
+                begun.append(product)
+            product.c = before or np.stack([self.R[r][threads] for r in registers])
+            product.given = [self.R[r] for r in product.a]
             self._products.append(product)
-            self._operands(product)
-            for lines in product.held:
-                self.shared.hold(lines, _LINE, 1)
-            self._set_registers(product, _POISON)
+            self._last[group, product.registers] = product
+            product.held = self._read(product)
+            self.shared.hold(product.held, 1)
+        self._set_registers(begun)
 
     def wait_products(self, most: int, guard: Guard) -> None:
         """For all but the ``most`` latest batches of each warp group."""
-        groups, left = set(self._groups(guard).tolist()), []
+        groups = set(self._groups(guard).tolist())
+        due: list[Product] = []
+        left: list[Product] = []
         for product in self._products:
-            if product.group in groups and product.batch <= self._batches[product.group] - 1 - most:
-                self._finish(product)
-            else:
-                left.append(product)
+            waited = product.group in groups and product.batch <= self._batches[product.group] - 1 - most
+            (due if waited else left).append(product)
         self._products = left
+        self._finish(due)
 
     def wait_for_registers(self, registers: list[int], where: int) -> None:
         """Registers are touched: where products under way write them, ptxas waits for those and all before them."""
@@ -153,63 +170,80 @@ class WarpGroups:
         last = max((k for k, each in enumerate(self._products) if wanted & set(each.registers)), default=-1)
         if last >= 0:
             self.reports.add("note: a wgmma's registers are touched before its wait; ptxas waits there", where)
-        for product in self._products[: last + 1]:
-            self._finish(product)
-        self._products = self._products[last + 1 :]
+        due, self._products = self._products[: last + 1], self._products[last + 1 :]
+        self._finish(due)
 
-    def _finish(self, product: Product) -> None:
-        held, product.held = product.held, []
-        self._check_kept(product)
-        a, b = self._operands(product)
-        for lines in held:
-            self.shared.hold(lines, _LINE, -1)
-        # (column group, row half, pair) by (warp, row, column pair), as registers by threads.
-        found = (a @ b.T).reshape(4, 2, 8, product.n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(-1, _GROUP)
-        if product.adds:
-            c = product.c.result if isinstance(product.c, Product) else product.c
-            found = np.ascontiguousarray(c).view(np.float32) + found
-        product.result = np.ascontiguousarray(found.astype(np.float32)).view(u4)
-        product.c = None
-        under_way = any(each.result is None and each.group == product.group and each.registers == product.registers
-                        for each in self._products)  # fmt: skip
-        if not under_way:
-            self._set_registers(product, product.result)
+    def _finish(self, products: list[Product]) -> None:
+        for product in products:
+            self._check_kept(product)
+            self._read(product)
+            a, b = self._operands(product)
+            self.shared.hold(product.held, -1)
+            # (column group, row half, pair) by (warp, row, column pair), as registers by threads.
+            found = (a @ b.T).reshape(4, 2, 8, product.n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(-1, _GROUP)
+            if product.adds:
+                c = product.c.result if isinstance(product.c, Product) else product.c
+                found = np.ascontiguousarray(c).view(np.float32) + found
+            product.result = np.ascontiguousarray(found.astype(np.float32)).view(u4)
+            product.c = None
+        ended = [each for each in products if self._last[each.group, each.registers] is each]
+        for product in ended:
+            del self._last[product.group, product.registers]
+        self._set_registers(ended)
 
     def _operands(self, product: Product) -> tuple[Array, Array]:
         """A [64, k] and B [n, k] as fp32."""
-        size, k = ITEMSIZE[product.kinds[0]], product.k
-        if isinstance(product.a, list):
-            threads = slice(product.group * _GROUP, (product.group + 1) * _GROUP)
-            bits = np.stack([self.R[r][threads] for r in product.a]).reshape(k * size // 16, 2, 4, 8, 4)
-            a = numbers(bits[..., None], product.kinds[0]).transpose(2, 1, 3, 0, 4, 5).reshape(64, k)
-        else:
-            a = numbers(self._tile(product, product.a, 64, size, product.turned_a), product.kinds[0])
-        return a, numbers(self._tile(product, product.b, product.n, size, product.turned_b), product.kinds[1])
-
-    def _tile(self, product: Product, descriptor: int, rows: int, size: int, turned: int) -> Array:
-        """The elements [rows, k] that a matrix descriptor names; the read is noted."""
-        start = (descriptor & 0x3FFF) << 4
-        leading, stride = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
-        mode = _SWIZZLES[descriptor >> 62]
-        if descriptor >> 49 & 7 or mode == 0:
-            raise NotImplementedError("a matrix descriptor with a base offset, or without a swizzle")
-        key = (rows, product.k, size, turned, leading, stride, mode)
-        if key not in self._tiles:
-            width = 16 << mode  # bytes of a row of the swizzle's pattern
-            row, column = np.arange(rows)[:, None], np.arange(product.k)[None, :]
-            if turned:
-                per = width // size
-                offset = row // per * leading + row % per * size + column // 8 * stride + column % 8 * width
+        size, k, block = ITEMSIZE[product.kinds[0]], product.k, product.group * _GROUP // self.threads
+        pitch, found = self.shared.pitch // size, []
+        memory = self.shared.views[size][block * pitch : (block + 1) * pitch]
+        for tile in product.tiles:
+            elements = tile.elements
+            if not self._inside(tile):
+                inside = (elements >= self.shared.base // size) & (elements < self.shared.end // size)
+                found.append(np.where(inside, memory[np.where(inside, elements, 0)], memory.dtype.type(0)))
             else:
-                offset = row // 8 * stride + row % 8 * width + column * size
-            self._tiles[key] = offset
-        block = product.group * _GROUP // self.threads
-        address = swizzled(start + self._tiles[key], mode)
-        lines = np.unique(address >> 4) << 4
-        placed, good = self.shared.place(lines, _LINE, np.full(len(lines), block), product.where, "wgmma read")
-        product.held.append(placed[good])
-        for warp in range(product.group * 4, product.group * 4 + 4):
-            self.shared.note_unit_read(placed[good], _LINE, np.full(int(good.sum()), warp), product.where)
-        inside = (address >= self.shared.base) & (address + size <= self.shared.end)
-        found = self.shared.views[size][np.where(inside, block * self.shared.pitch + address, 0) // size]
-        return np.where(inside, found, found.dtype.type(0))
+                found.append(memory[elements])
+        b = numbers(found.pop(), product.kinds[1])
+        if found:
+            return numbers(found.pop(), product.kinds[0]), b
+        threads = slice(product.group * _GROUP, (product.group + 1) * _GROUP)
+        bits = np.stack([self.R[r][threads] for r in product.a]).reshape(k * size // 16, 2, 4, 8, 4)
+        return numbers(bits[..., None], product.kinds[0]).transpose(2, 1, 3, 0, 4, 5).reshape(64, k), b
+
+    def _inside(self, tile: Tile) -> bool:
+        return bool(self.shared.base <= tile.lines[0] and tile.end <= self.shared.end)
+
+    def _read(self, product: Product) -> Array:
+        """Note that the product reads its tiles; returns their lines in shared memory."""
+        block, parts = product.group * _GROUP // self.threads, []
+        for tile in product.tiles:
+            lines = block * self.shared.pitch + tile.lines
+            if not self._inside(tile):
+                there = np.full(len(lines), block)
+                placed, good = self.shared.place(tile.lines, _LINE, there, product.where, "wgmma read")
+                lines = placed[good]
+            parts.append(lines)
+        warps = range(product.group * 4, product.group * 4 + 4)
+        lines = np.concatenate(parts)
+        product.checked = self.shared.note_unit_read(lines, warps, product.where, product.checked, parts)
+        return lines
+
+
+@functools.lru_cache(maxsize=2048)
+def _tile(descriptor: int, rows: int, k: int, size: int, turned: int) -> Tile:
+    """The [rows, k] elements of ``size`` bytes that a matrix descriptor names; ``turned``: columns are contiguous."""
+    start = (descriptor & 0x3FFF) << 4
+    leading, stride = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+    mode = _SWIZZLES[descriptor >> 62]
+    if descriptor >> 49 & 7 or mode == 0:
+        raise NotImplementedError("a matrix descriptor with a base offset, or without a swizzle")
+    width = 16 << mode  # bytes of a row of the swizzle's pattern
+    row, column = np.arange(rows)[:, None], np.arange(k)[None, :]
+    if turned:
+        per = width // size
+        offset = row // per * leading + row % per * size + column // 8 * stride + column % 8 * width
+    else:
+        offset = row // 8 * stride + row % 8 * width + column * size
+    address = swizzled(start + offset, mode)
+    lines = np.unique(address >> 4) << 4
+    return Tile(address // size, lines, int(lines[-1]) + _LINE)
