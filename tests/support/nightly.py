@@ -107,8 +107,8 @@ SHARES: tuple[tuple[Part, ...], ...] = (
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 7/8\"", 400),),
     (Part("make test-newest JOBS='interpret-1 interpret-2 interpret-3 interpret-4 codegen-1 codegen-2 demo'", 500),),
     (
-        Part("make test-transformers TRANSFORMERS=5.22.2", 140),
-        Part("make test-transformers TRANSFORMERS=5.23.0", 250),
+        Part("make test-transformers TRANSFORMERS=5.22.2", 100),
+        Part("make test-transformers TRANSFORMERS=5.23.0", 90),
     ),
     (
         Part("make test-portable ARGS='--run 4 --half 2'", 290),
