@@ -196,7 +196,7 @@ fuzz: install  ## random layouts, starts and faults (SEED=, SECONDS= for each fu
 	  $(PYTEST) -q -s -m fuzz $(ARGS)
 
 .PHONY: test-all
-test-all: test test-nightly codegen-all test-portable test-oldest test-newest test-hosts test-server test-trained docs  ## everything, once a night
+test-all: test test-nightly codegen-all test-portable test-oldest test-newest test-hosts test-server test-trained test-finetuned test-formats docs  ## everything, once a night
 
 # --- other machines ---------------------------------------------------------------------------------------------------
 
@@ -334,6 +334,24 @@ smollm2: $(SMOLLM2)/.installed  ## a trained model as a folder: .side/models/Smo
 .PHONY: test-trained
 test-trained: $(SMOLLM2)/.installed  ## generate, engine and server end that model's answers where transformers does
 	@OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" $(BIN)/python tests/server/lane_smollm2.py $(SMOLLM2)
+
+# Over the packages of .venv: what the preparation of data is timed beside.
+DATASETS := .side/datasets-5.2.0
+
+$(DATASETS)/.installed: pyproject.toml | $(INSTALLED)
+	@rm -rf $(DATASETS); "$(PYTHON)" -m venv --without-pip $(DATASETS)
+	@printf '%s\n' "$(CURDIR)/src" "$(CURDIR)"/$(VENV)/lib/python*/site-packages \
+	  > "$$(echo $(DATASETS)/lib/python*/site-packages)"/base.pth
+	@$(DATASETS)/bin/python -m pip install --quiet --no-warn-conflicts datasets==5.2.0 pyarrow==26.0.1 zstandard==0.25.0
+	@touch $@
+
+.PHONY: test-finetuned
+test-finetuned: $(SMOLLM2)/.installed $(DATASETS)/.installed  ## that model learns facts from chats as under transformers, and serves them
+	@$(DATASETS)/bin/python tests/training/lane_finetuned.py $(SMOLLM2)
+
+.PHONY: test-formats
+test-formats: $(DATASETS)/.installed  ## the tests of data files with pyarrow and zstandard
+	@PYTHONSAFEPATH=1 $(DATASETS)/bin/python -m pytest -q tests/training/test_sources.py
 
 # --- clients of our server --------------------------------------------------------------------------------------------
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from ..parallel.documents import Documents, cu_seqlens
 
 
 def check_batch(
@@ -70,6 +74,23 @@ def check_packed(
     if bound is not None and bound > longest:
         raise ValueError(f"a sequence of {bound} tokens: this model was made for at most {longest}")
     return min(len(tokens), longest) if bound is None else bound
+
+
+def attention_in(
+    batch: int, length: int, positions: torch.Tensor | None, documents: Documents | None, device: torch.device
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The positions of a batch [B, S], and the keywords with which a block attends within its sequences.
+
+    ``positions`` [S] or [B, S] default to 0 to S - 1. With ``documents`` the result is that of a packed batch, with
+    positions [B*S].
+    """
+    if positions is None:
+        positions = torch.arange(length, device=device)
+    if documents is None:
+        return positions, {"batch_size": batch}
+    positions = positions.expand(batch, length)
+    packed = {"cu_seqlens": cu_seqlens(positions, documents), "max_seqlen": documents.longest}
+    return positions.reshape(-1), packed
 
 
 def _check_numbers(**tensors: torch.Tensor | None) -> None:

@@ -24,13 +24,14 @@ from ..parallel.core.first_calls import compare_call
 from ..parallel.core.random import check_alike
 from ..parallel.core.sharding import named_seed, parameter_seed
 from ..parallel.cross_entropy import IGNORE_INDEX
+from ..parallel.documents import Documents
 from ..parallel.overlap.partial_sum import PartialSum
 from ..parallel.overlap.policy import check_overlap
 from ..parallel.pipeline.partition import Part
 from . import dropout as masks
 from .attention.attention import AttentionCache, packed_positions
 from .attention.rope import Rotary, rope_tables
-from .batch import check_batch, check_packed
+from .batch import attention_in, check_batch, check_packed
 from .block import MLP, ParallelBlock, ResidualStream, joined, make_norm, normed
 from .config import TransformerConfig, part_costs
 from .embedding import VocabParallelEmbedding, check_tokens
@@ -135,6 +136,10 @@ class ParallelTransformer(Layer):
         - ``tokens`` [B, S]: logits [B, S, V/R] (:meth:`gather_logits` makes them whole); with ``targets`` [B, S], the
           token that follows each one (-100: none), the mean loss, a scalar that is the same on every rank. Logits that
           would take more than FUSED_LOSS_BYTES are then never stored (``linear_cross_entropy``).
+          A token starts a document at the beginning of a row, and where its position is not above its predecessor's in
+          ``positions`` [S] or [B, S] (default 0 to S - 1); attention never crosses documents. The host waits for a
+          GPU's positions to find them; while torch.compile traces or a CUDA graph is captured it cannot, so the bound
+          is S documents a row, which is correct but slow.
         - ``tokens`` [T], ``cu_seqlens`` [S + 1]: the same for a packed batch, [T, V/R] and ``targets`` [T]; see
           :func:`shardfuse.layers.attention.sdpa.attend` for these and ``max_seqlen``.
         - ``tokens`` [T], ``positions`` [T], ``cache``: logits [T_selected, V/R] of the tokens ``cache.logit_indices``.
@@ -151,9 +156,8 @@ class ParallelTransformer(Layer):
                     "max_seqlen bounds the lengths of a packed batch: pass cu_seqlens as well, or leave it"
                 )
             batch, length = self._check_batch(tokens, targets, positions)
-            how: dict[str, Any] = {"batch_size": batch}
-            if positions is None:
-                positions = torch.arange(length, device=tokens.device)
+            documents = self.documents(tokens, positions)
+            positions, how = attention_in(batch, length, positions, documents, tokens.device)
         else:
             length = self._check_packed(tokens, targets, cu_seqlens, max_seqlen)
             how = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
@@ -356,6 +360,12 @@ class ParallelTransformer(Layer):
         check_tokens(tokens, self.config.vocab_size)
         check_targets("cross-entropy", targets, self.config.vocab_size, IGNORE_INDEX)
 
+    def documents(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Documents | None:
+        """The documents of a batch [B, S] whose ``positions`` [S] or [B, S] restart; None where no row holds several.
+        ValueError for positions of another shape or dtype."""
+        self._check_batch(tokens, None, positions)
+        return Documents.of(positions, tokens.shape)
+
     def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The activations that one stage sends to the next for a micro-batch [batch, length]: [T, D] or [T/R, D], on
         meta. ``dtype`` is by default the parameters'.
@@ -432,6 +442,7 @@ class TransformerStage(ParallelTransformer):
         *,
         batch_size: int | None = None,
         positions: torch.Tensor | None = None,
+        documents: Documents | None = None,
         scale: float = 1.0,
         draws: masks.RngState | None = None,
     ) -> torch.Tensor:
@@ -439,7 +450,9 @@ class TransformerStage(ParallelTransformer):
         (fp64 for an fp64 model), or without ``targets`` the logits [B*S, V/R].
 
         The first stage reads tokens [B, S] from ``x``; the others need ``batch_size=B``. ``positions`` are [B, S], by
-        default 0 to S - 1 in each sequence. ``draws`` determines the dropout masks; None draws new ones.
+        default 0 to S - 1 in each sequence. ``documents`` bound those that the positions tell apart (see
+        :meth:`documents`); with None each sequence is one, whatever its positions. ``draws`` determines the dropout
+        masks; None draws new ones.
         """
         if self.first:
             batch_size, length = self._check_batch(x, targets)
@@ -447,15 +460,14 @@ class TransformerStage(ParallelTransformer):
             raise ValueError("a stage behind the first one wants batch_size, the number of sequences in x")
         else:
             length = x.shape[0] * self._token_ranks // batch_size
-        if positions is None:
-            positions = torch.arange(length, device=x.device)
+        positions, how = attention_in(batch_size, length, positions, documents, x.device)
         rope = rope_tables(self._local_positions(positions), self.rotary, length=length)
         row = 0 if draws is None else draws.pass_by(self.parts.start, batch_size * length)
         places = {part: None if draws is None else draws.place(part, row) for part in self.parts}
         stream: ResidualStream = self._embedded(x, places[0]) if self.first else x
         for part in self._blocks():
             block = self.model.layers[part - 1]
-            stream = block(stream, rope=rope, join=False, batch_size=batch_size, place=places[part])
+            stream = block(stream, rope=rope, join=False, place=places[part], **how)
         if not self.last:
             return joined(stream, impl=self.impl)
         y, _ = normed(self.model.norm, stream, MLP, impl=self.impl)

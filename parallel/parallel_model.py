@@ -18,6 +18,7 @@ from .core.agreement import checksum, global_rank
 from .core.first_calls import compare_call
 from .core.mesh import GRID_DIMS, SINGLE, Group, data_coordinate, data_group, degree, whole_group
 from .cross_entropy import IGNORE_INDEX
+from .documents import Documents, pad_rows
 from .grid.grid import sharing_group
 from .materialize import device_of
 from .whole_grads import check_whole_grads
@@ -83,17 +84,22 @@ class ParallelModel(nn.Module):
         micro-batches.
         ``positions`` [S] or [B, S] default to 0 to S - 1. Collective.
 
+        A row may hold several documents, which ``positions`` tell apart: a token starts a document at the beginning of
+        a row, and wherever its position is not above its predecessor's. Attention never crosses documents, so loss and
+        gradients are those of one document per row. To find documents, the host waits for a GPU's positions.
+
         A batch with fewer sequences than micro-batches is padded with sequences that do not count. A failing step may
         leave some of its gradients, so call ``zero_grad``; it does not affect the next step otherwise.
 
-        Raises ValueError, on every rank, if one rank's batch does not suit the model, if no target is valid, if a
-        module that cannot exclude sequences from its mean gets fewer sequences than micro-batches, or if ranks that
-        share their data pass different shapes; in the first calls of this method and :meth:`evaluate`, and with
-        ``check_data`` in all calls, also if they pass different elements. In the first calls with a plain module over
+        Raises ValueError, on every rank, if one rank's batch does not suit the model, if its positions restart and the
+        model cannot keep documents apart (grids, some foreign models), if no target is valid, if a module that cannot
+        exclude sequences from its mean gets fewer sequences than micro-batches, or if ranks that share their data pass
+        different shapes; in the first calls of this method and :meth:`evaluate`, and with ``check_data`` in all calls,
+        also if they pass different elements. In the first calls with a plain module over
         tensor-parallel ranks, also if these form different gradients of a parameter that each holds whole
         (``whole_grads.py``). Raises TypeError for arguments that are not tensors.
         """
-        inputs, targets, scale = self._agreed(batch, positions)
+        inputs, targets, documents, scale = self._agreed(batch, positions)
         factor = 1.0 if self.loss_scale is None else self.loss_scale.factor
         earlier = {} if self.loss_scale is None else self._set_aside()
         try:
@@ -101,7 +107,7 @@ class ParallelModel(nn.Module):
                 (tokens,) = inputs
                 loss = self.pipeline.step(tokens, targets, scale=scale * factor, positions=positions)
             else:
-                loss = self._accumulate(self._parts(inputs, targets, positions), scale * factor)
+                loss = self._accumulate(self._parts(inputs, targets, positions, documents), scale * factor)
         except BaseException:
             for stage in self.stages:
                 zeros.abandon(stage)
@@ -118,7 +124,7 @@ class ParallelModel(nn.Module):
     @torch.no_grad()
     def evaluate(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """The loss that :meth:`step` returns, without gradients and dropout. Collective."""
-        inputs, targets, scale = self._agreed(batch, positions)
+        inputs, targets, documents, scale = self._agreed(batch, positions)
         modules = {module for top in (self, *self.stages) for module in top.modules()}
         training = [module for module in modules if module.training]
         for module in training:
@@ -128,7 +134,7 @@ class ParallelModel(nn.Module):
                 (tokens,) = inputs
                 loss = self.pipeline.evaluate(tokens, targets, scale=scale, positions=positions)
             else:
-                parts = self._parts(inputs, targets, positions)
+                parts = self._parts(inputs, targets, positions, documents)
                 loss = torch.stack([self._loss(*part, scale) for part in parts]).sum()
         finally:
             for module in training:
@@ -150,10 +156,13 @@ class ParallelModel(nn.Module):
         return self._clipper[1].clip()
 
     def forward(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """The model's own forward, in the precision of :meth:`step`.
+        """The model's own forward, in the precision of :meth:`step`; see there for ``positions``.
 
-        Raises RuntimeError with a pipeline, and in its first calls ValueError if tensor-parallel ranks pass different
-        inputs.
+        While torch.compile traces or a CUDA graph is captured, the host cannot wait for positions to find documents, so
+        the bound is S documents a row: correct, but slow.
+
+        Raises RuntimeError with a pipeline, ValueError for positions that the model cannot take, and in its first calls
+        ValueError if tensor-parallel ranks pass different inputs.
         """
         if self.pipeline is not None:
             raise RuntimeError(
@@ -168,9 +177,10 @@ class ParallelModel(nn.Module):
             **{f"input {i}": x for i, x in enumerate(batch)},
         )
         (stage,) = self.stages
+        placed = {} if positions is None else self._placed(positions, self._documents(batch[0], positions))
         try:
             with self._autocast():
-                out = stage(*batch) if positions is None else stage(*batch, positions=positions)
+                out = stage(*batch, **placed)
         finally:
             if not torch.is_grad_enabled():
                 zeros.settle(stage)
@@ -195,7 +205,7 @@ class ParallelModel(nn.Module):
         if targets is None or not inputs or (self._divisible and len(inputs) > 1):
             raise ValueError(
                 f"{len(batch)} tensor{'s' * (len(batch) != 1)} in a row: expected tokens and targets; positions go by "
-                "name, and packed batches (cu_seqlens) are the bare model's to take"
+                "name, and tell apart documents that are packed in rows (cu_seqlens are the bare model's to take)"
             )
         if positions is not None and not self._divisible:
             raise ValueError(f"positions: {type(self.module).__name__} takes its inputs in a row, before the targets")
@@ -207,14 +217,15 @@ class ParallelModel(nn.Module):
 
     def _agreed(
         self, batch: tuple[torch.Tensor, ...], positions: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], torch.Tensor, float]:
-        """The model's inputs, its targets, and the factor from sums over this rank's targets to its share of the mean.
+    ) -> tuple[list[torch.Tensor], torch.Tensor, Documents | None, float]:
+        """The model's inputs and targets, the documents where rows hold several, and the factor from sums over this
+        rank's targets to its share of the mean.
 
         One sum over all ranks gives the number of valid targets, whether a rank refuses its batch, and whether ranks
         that share their data got equal shapes (in checked calls also equal elements). Data parallelism needs this sum
         for the targets; otherwise ``check_data=False`` omits it. Raises the errors of :meth:`step`.
         """
-        problem, number, given = None, 0, []
+        problem, documents, number, given = None, None, 0, []
         check = self.check_data or self._calls < CHECKED_CALLS
         group = self._data if self.check_data is False and not check and self._data_parallel_size == 1 else self._group
         self._calls += 1
@@ -224,6 +235,8 @@ class ParallelModel(nn.Module):
             given = [(list(each.shape), str(each.dtype), checksum(each) if check else 0) for each in shared]
             number = zlib.crc32(repr(given).encode()) % _NUMBERS
             self._check_batch(inputs, targets, positions)
+            if positions is not None:
+                documents = self._documents(inputs[0], positions)
             valid = _valid(targets)
         except (ValueError, TypeError) as error:
             problem, valid = error, torch.zeros((), dtype=torch.float64, device=self._device)
@@ -241,7 +254,7 @@ class ParallelModel(nn.Module):
             )
         if not total:
             raise ValueError("no target of this step is valid: all of them are -100")
-        return inputs, targets, group.size / total
+        return inputs, targets, documents, group.size / total
 
     def _difference(self, given: list[tuple[Any, ...]]) -> str | None:
         """The differences between the batches ``given`` to ranks with the same share of the data. Collective."""
@@ -275,6 +288,15 @@ class ParallelModel(nn.Module):
         for part in {smallest, max(1, -(-rows // count))} if self.pipeline is None else {max(1, -(-rows // count))}:
             self.module.boundary(part, tokens.shape[1])  # type: ignore[operator]
 
+    def _documents(self, tokens: torch.Tensor, positions: torch.Tensor) -> Documents | None:
+        return self.module.documents(tokens, positions)  # type: ignore[operator]
+
+    @staticmethod
+    def _placed(positions: torch.Tensor | None, documents: Documents | None) -> dict[str, Any]:
+        """The keywords of a stage."""
+        given = {"positions": positions, "documents": documents}
+        return {name: value for name, value in given.items() if value is not None}
+
     def _set_aside(self) -> dict[nn.Parameter, torch.Tensor]:
         """Set aside the gradients of earlier steps, to which this step's factor does not apply."""
         earlier = {param: param.grad for param in self._parameters_here if param.grad is not None}
@@ -302,6 +324,7 @@ class ParallelModel(nn.Module):
         inputs: list[torch.Tensor],
         targets: torch.Tensor,
         positions: torch.Tensor | None,
+        documents: Documents | None,
         scale: float,
         draws: Any = None,
     ) -> torch.Tensor:
@@ -313,22 +336,28 @@ class ParallelModel(nn.Module):
                 # The mean over no targets is NaN: replace it by a target with weight 0.
                 loss = stage(*inputs, targets.masked_fill((targets == IGNORE_INDEX) & (valid == 0), 0))
                 return loss * (valid * scale).to(loss.dtype)
-            return stage(*inputs, targets, positions=positions, scale=scale, draws=draws).sum()
+            return stage(*inputs, targets, scale=scale, draws=draws, **self._placed(positions, documents)).sum()
 
-    def _parts(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> list[_Part]:
+    def _parts(
+        self,
+        inputs: list[torch.Tensor],
+        targets: torch.Tensor,
+        positions: torch.Tensor | None,
+        documents: Documents | None,
+    ) -> list[_Part]:
         """The micro-batches."""
         count = self.microbatches
         missing = max(0, count - targets.shape[0])  # only a model that can exclude sequences reaches this
-        if positions is not None:
-            positions = positions.expand(targets.shape)
 
         def pieces(tensor: torch.Tensor, filling: int = 0) -> tuple[torch.Tensor, ...]:
             filled = F.pad(tensor, (0, 0, 0, missing), value=filling) if missing else tensor
             return filled.tensor_split(count)
 
         given, wanted = zip(*map(pieces, inputs)), pieces(targets, IGNORE_INDEX)
-        placed = [None] * count if positions is None else pieces(positions)
-        return [_Part(list(one), target, place) for one, target, place in zip(given, wanted, placed)]
+        placed: Any = [None] * count
+        if positions is not None:
+            placed = pad_rows(positions.expand(targets.shape), missing).tensor_split(count)
+        return [_Part(list(one), target, place, documents) for one, target, place in zip(given, wanted, placed)]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast for a model without a mesh, where FSDP2 does not cast."""
@@ -351,6 +380,7 @@ class _Part(NamedTuple):
     inputs: list[torch.Tensor]
     targets: torch.Tensor
     positions: torch.Tensor | None
+    documents: Documents | None  # of all the batch: bounds for each micro-batch
 
 
 _NUMBERS = 1 << 20  # hashes of a batch's shapes and elements

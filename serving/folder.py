@@ -13,7 +13,8 @@ import torch
 from ..layers.attention.paged import default_block_size
 from ..layers.hf.config import GENERATION
 from ..layers.hf.folders import check_claims, load_hf, read_hf_config
-from ..layers.hf.pretrained import load_pretrained, refusals_of
+from ..layers.hf.pretrained import load_pretrained
+from ..layers.hf.tokenizers import load_tokenizer
 from ..parallel.core.agreement import together
 from ..parallel.core.mesh import MeshLike, tp_group
 from .engine import KV_DTYPES, Engine
@@ -23,7 +24,6 @@ from .models import ServableModel, as_servable, bare
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_CACHE_GIB = 1.0
 _SMALLER = "--kv-dtype fp8 or int8, and more ranks"
-_SAVE = "tokenizer.save_pretrained(folder) of transformers writes one"
 _GPU_SHARE = 0.85  # the cache's share of the memory left beside the model: steps need some as well
 
 
@@ -177,19 +177,12 @@ def _short(count: float) -> str:
 
 
 def _tokenizer(options: FolderOptions) -> Any:
-    from transformers import AutoTokenizer
-
-    folder = options.folder
-    if not folder.exists():
-        raise FileNotFoundError(f"{folder}: there is no such folder: expected config.json, weights and a tokenizer")
-    check_claims(folder)  # transformers' tokenizers read the config as well
-    try:
-        with refusals_of(folder):
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds of errors
-        raise ValueError(f"{folder}: its tokenizer cannot be loaded ({_SAVE}): {error}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without the files
-        raise ValueError(f"{folder}: its tokenizer knows no text, so its files are missing: {_SAVE}")
+    if not options.folder.exists():
+        raise FileNotFoundError(
+            f"{options.folder}: there is no such folder: expected config.json, weights and a tokenizer"
+        )
+    check_claims(options.folder)  # transformers' tokenizers read the config as well
+    tokenizer = load_tokenizer(options.folder)
     if options.chat_template is not None:
         tokenizer.chat_template = options.chat_template.read_text()
     return tokenizer

@@ -7,6 +7,7 @@ only a run with a schedule imports it.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,7 +17,8 @@ from ..layers.transformer import ParallelTransformer
 from ..parallel import compatibility
 from ..parallel.core.mesh import Group
 from ..parallel.pipeline.partition import balanced
-from .settings import ParallelSettings, RunSettings
+from .data.loading import tokenizer_folder, with_ends
+from .settings import LR, START_LR, ParallelSettings, RunSettings
 
 
 def resolve(settings: RunSettings, processes: int) -> RunSettings:
@@ -28,6 +30,9 @@ def resolve(settings: RunSettings, processes: int) -> RunSettings:
     if settings.start is not None:
         settings = dataclasses.replace(settings, model=read_hf_config(settings.start))
         settings.check_length()
+    tokenizer_folder(settings)  # refuses text that nothing can read
+    if settings.start is None and settings.data.tokenizer is not None:
+        settings = dataclasses.replace(settings, model=with_ends(settings.model, Path(settings.data.tokenizer)))
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
         raise ValueError("device = 'cuda': this machine has no GPU that torch can use; choose --device cpu")
@@ -37,7 +42,10 @@ def resolve(settings: RunSettings, processes: int) -> RunSettings:
     share = settings.share(parallel.dp_replicate * parallel.dp)
     if parallel.microbatches is None:
         parallel = dataclasses.replace(parallel, microbatches=default_count(parallel, share))
-    resolved = dataclasses.replace(settings, device=device, parallel=parallel)
+    optimizer = settings.optimizer
+    if optimizer.lr is None:
+        optimizer = dataclasses.replace(optimizer, lr=LR if settings.start is None else START_LR)
+    resolved = dataclasses.replace(settings, device=device, parallel=parallel, optimizer=optimizer)
     check_layout(resolved)
     return resolved
 

@@ -83,13 +83,25 @@ class Stop:
         self._received = self._received or signum
 
 
-def check_resumable(path: Path, step: int, extra: dict[str, Any], settings: RunSettings) -> None:
-    """Raise ValueError unless the run can resume from the checkpoint at ``path``, which has this ``extra``."""
+def check_resumable(
+    path: Path, step: int, extra: dict[str, Any], settings: RunSettings, data: str | None = None
+) -> None:
+    """Raise ValueError unless the run can resume from the checkpoint at ``path``, which has this ``extra``.
+
+    ``data`` is the digest of the run's prepared data.
+    """
     saved = extra.get("settings")
     if not isinstance(saved, dict) or "precision" not in saved.get("parallel", {}):
         raise ValueError(
             f"{path}: shardfuse train did not write this checkpoint, and --resume accepts only its own; choose another "
             "--out, with --start to begin from an exported model"
+        )
+    if extra.get("data") != data:
+        raise ValueError(
+            f"{path}: it was saved with other data: text, tokenizer, or the settings that make windows of them (seq, "
+            "packing, train_on, validation in [data]; whether log.eval_batches is 0) have changed since, so its "
+            "position would be other windows; restore them, or choose another --out, with --start to begin from the "
+            "trained model"
         )
     if step > settings.steps:
         raise ValueError(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from ..parallel.core import agreement, collectives
 from ..parallel.core import mesh as meshes
 from ..parallel.core.mesh import Group
 from ..parallel.core.rendezvous import connect, default_device, init_mesh, shutdown
+from .data.loading import needs_preparation, prepare_run
 from .folders import RunFolder
 from .metrics import ProgressDisplay
 from .restart import Stop, StopFile
@@ -26,6 +30,7 @@ from .trainer import RunResult, Trainer
 from .trainer import train as run_trainer
 
 REFUSAL_TIMEOUT = timedelta(minutes=2)  # to wait for the others, before this process knows the run's own timeout
+BEAT = 1.0  # seconds between two signs of life of a rank that prepares data
 _LAUNCH = "shardfuse/launch"  # in the store that torchrun's agent keeps
 
 
@@ -78,10 +83,13 @@ def _refuse(error: Exception) -> None:
             agreement.agree_on(meshes.everyone(), refuse, flat, what="train")
 
 
-def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = None) -> RunResult:
+def train_run(
+    settings: RunSettings, resume: bool, stop_file: StopFile | None = None, prepared: list[Path] | None = None
+) -> RunResult:
     """Run resolved ``settings`` over all processes of this launch.
 
-    With a ``stop_file`` the parent process holds the run's folder; otherwise the first rank does. Restarted processes
+    With a ``stop_file`` the parent process holds the run's folder; otherwise the first rank does, and prepares the data
+    as well, unless these are the folders ``prepared``. Restarted processes
     (after a failure, or because torchrun's machines joined or left) resume from the newest checkpoint, even without
     ``resume``, if their predecessors had entered the folder.
     """
@@ -96,9 +104,11 @@ def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = 
             else:
                 folder = RunFolder(Path(settings.out), resume=resume, launch=_launch(), job=_job())
                 resume = agreement.on_first(meshes.everyone(), lambda: held.enter_context(folder).resume)
-            trainer = Trainer(settings, mesh)
+            if prepared is None and needs_preparation(settings):
+                prepared = _prepare(settings, stop)
+            trainer = Trainer(settings, mesh, prepared)
             result = _run(trainer, stop, resume, restarts)
-            if folder is not None and meshes.everyone().rank == 0 and result.steps == settings.steps:
+            if folder is not None and meshes.everyone().rank == 0 and result.steps == result.planned:
                 folder.complete()
     except ValueError:
         _leave(trainer)
@@ -121,6 +131,29 @@ def _mesh(settings: RunSettings) -> DeviceMesh | None:
     )
 
 
+def _prepare(settings: RunSettings, stop: Stop) -> list[Path]:
+    """The folders of the data, which the first rank prepares. The others hear of it every second, because they may wait
+    for longer than an exchange may take. Raises the first rank's error, and ValueError after a stop signal."""
+    ranks = meshes.everyone()
+    console = Console(highlight=False)
+    ended = threading.Event()
+
+    def work() -> list[Path]:
+        return prepare_run(settings, console, ended.is_set)
+
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(work) if ranks.rank == 0 else None
+        while True:
+            if made is not None:
+                wait([made], BEAT)
+            done = torch.tensor(int(made is not None and made.done()))
+            if int(collectives.all_reduce(done, ranks, site="train.prepare", op="max")):
+                return agreement.on_first(ranks, made.result if made is not None else list)
+            if signum := stop.agreed():
+                ended.set()
+                raise ValueError(f"stopped by {signal.Signals(signum).name} while data were prepared; start again")
+
+
 def _timeout(settings: RunSettings) -> timedelta | None:
     return None if settings.timeout is None else timedelta(seconds=settings.timeout)
 
@@ -135,7 +168,11 @@ def _run(trainer: Trainer, stop: Stop, resume: bool, restarts: int) -> RunResult
     if not first:
         return run_trainer(trainer, stop)
     with ProgressDisplay(console, settings.steps) as display:
-        return run_trainer(trainer, stop, on_step=display)
+        return run_trainer(trainer, stop, on_step=display, on_remark=lambda text: _warn(console, text))
+
+
+def _warn(console: Console, text: str) -> None:
+    console.print(f"warning: {text}", markup=False, soft_wrap=True)
 
 
 def _leave(trainer: Trainer | None) -> None:

@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 ZERO_STAGES = (0, 1, 2, 3)
 PARTITIONS = ("modelled", "measured")
+TRAIN_ON = ("answers", "all")
+LR, START_LR = 1e-3, 2e-5  # the default rates of fresh weights, and of trained ones, which more would undo
 # The format of the products. Parameters, gradients, Adam's moments and the loss stay fp32 (mixed precision:
 # Micikevicius et al., arXiv:1710.03740); with "fp16" the loss is scaled.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,18 +40,36 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 class DataSettings:
     """The training data.
 
-    ``path`` is text whose tokens are bytes (a file or a folder; None: the standard library's sources), or a ``.npy``
-    file of token numbers in one dimension. A sequence has ``seq`` tokens; a step takes ``batch`` sequences over all
-    ranks. ``shuffle`` draws a new order each epoch.
+    ``path`` is text or records: files, folders or globs (None: the standard library's sources); or a ``.npy`` file of
+    token numbers in one dimension; or a folder that ``prepare_data`` wrote. A folder's ``tokenizer`` reads it (None:
+    that of ``start``; without either, tokens are bytes). A sequence has ``seq`` tokens; a step takes ``batch``
+    sequences over all ranks. ``shuffle`` draws a new order each epoch.
+
+    ``validation`` is data like ``path`` for the held-out loss; None: a part of ``path`` that is not trained on. The
+    loss counts the answers of chats alone (``train_on`` "answers"), or "all" tokens. ``packing`` fills sequences with
+    several documents. Up to ``skip_bad`` bad records are left out. ``cache`` is the folder for prepared tokens (None:
+    one beside the run's).
     """
 
-    path: str | None = None
+    path: str | tuple[str, ...] | None = None
+    tokenizer: str | None = None
+    validation: str | tuple[str, ...] | None = None
     seq: int = 128
     batch: int = 8
     shuffle: bool = True
+    train_on: str = "answers"
+    packing: bool = True
+    skip_bad: int = 0
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         _at_least(self, "data", 1, "seq", "batch")
+        _at_least(self, "data", 0, "skip_bad")
+        _one_of(self, "data", "train_on", TRAIN_ON)
+        for name in ("path", "validation"):
+            given = getattr(self, name)
+            if isinstance(given, tuple) and not (given and all(isinstance(each, str) for each in given)):
+                raise ValueError(f"data.{name} = {list(given)!r}: expected a path, or a list of at least one")
 
 
 @dataclass(frozen=True)
@@ -108,11 +128,12 @@ class ParallelSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW. The rate reaches ``lr`` after ``warmup`` steps, then follows ``schedule`` down to ``min_lr`` at the last
-    step. ``clip`` bounds the gradient's norm over all parameters (None: no bound). ``weight_decay`` is for matrices.
+    """AdamW. The rate reaches ``lr`` (None: LR, or START_LR for a trained model) after ``warmup`` steps, then follows
+    ``schedule`` down to ``min_lr`` at the last step. ``clip`` bounds the gradient's norm over all parameters (None: no
+    bound). ``weight_decay`` is for matrices.
     """
 
-    lr: float = 1e-3
+    lr: float | None = None
     schedule: str = "cosine"
     warmup: int = 0
     min_lr: float = 0.0
@@ -123,14 +144,16 @@ class OptimizerSettings:
     clip: float | None = 1.0
 
     def __post_init__(self) -> None:
-        _above_0(self, "optimizer", "lr", "eps", *(() if self.clip is None else ("clip",)))
+        given = [name for name in ("lr", "clip") if getattr(self, name) is not None]
+        _above_0(self, "optimizer", "eps", *given)
         _at_least(self, "optimizer", 0, "warmup", "weight_decay", "min_lr")
         _one_of(self, "optimizer", "schedule", SHAPES)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} = {getattr(self, name)}: expected at least 0 and less than 1")
-        if self.min_lr > self.lr:
-            raise ValueError(f"optimizer.min_lr = {self.min_lr}: expected at most lr = {self.lr}")
+        lr = LR if self.lr is None else self.lr
+        if self.min_lr > lr:
+            raise ValueError(f"optimizer.min_lr = {self.min_lr}: expected at most lr = {lr}")
 
 
 @dataclass(frozen=True)
@@ -154,33 +177,35 @@ class CheckpointSettings:
 class LogSettings:
     """The run writes a line to ``metrics.jsonl`` ``every`` n steps, and TensorBoard events if it is installed and
     ``tensorboard`` is true. It evaluates ``eval_batches`` batches of held-out text every ``eval_every`` steps and at
-    the end; ``eval_batches`` 0 turns that off.
+    the end; ``eval_batches`` 0 turns that off, and None evaluates all of it.
     """
 
     every: int = 1
     tensorboard: bool = True
     eval_every: int | None = None
-    eval_batches: int = 8
+    eval_batches: int | None = 8
 
     def __post_init__(self) -> None:
         _at_least(self, "log", 1, "every", *(() if self.eval_every is None else ("eval_every",)))
-        _at_least(self, "log", 0, "eval_batches")
+        _at_least(self, "log", 0, *(() if self.eval_batches is None else ("eval_batches",)))
 
 
 @dataclass(frozen=True)
 class RunSettings:
     """All settings of a run.
 
-    ``out`` is its folder, ``steps`` its length, ``seed`` the seed of initial weights, data order and dropout. ``start``
-    is a Hugging Face folder that provides config and initial weights, instead of ``[model]``. ``device`` is "cpu" or
-    "cuda"; None: a GPU if there is one. ``timeout``, in seconds, bounds every collective, and with it the time until
-    the run notices a hanging rank. ``time_limit``, in seconds from the first step, ends the run as its last step would:
-    evaluated, saved and exported; ``--resume`` can continue it later.
+    ``out`` is its folder, ``steps`` its length, or ``epochs``, passes over the data, from which ``steps`` then follow.
+    ``seed`` is the seed of initial weights, data order and dropout. ``start`` is a Hugging Face folder that provides
+    config, initial weights and tokenizer, instead of ``[model]``. ``device`` is "cpu" or "cuda"; None: a GPU if there
+    is one. ``timeout``, in seconds, bounds every collective, and with it the time until the run notices a hanging rank.
+    ``time_limit``, in seconds from the first step, ends the run as its last step would: evaluated, saved and exported;
+    ``--resume`` can continue it later.
 
     Raises ValueError for invalid values.
     """
 
     steps: int = 200
+    epochs: int | None = None
     seed: int = 0
     out: str = "run"
     start: str | None = None
@@ -197,6 +222,8 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps = {self.steps}: expected at least 1")
+        if self.epochs is not None and self.epochs < 1:
+            raise ValueError(f"epochs = {self.epochs}: expected at least 1")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed = {self.seed}: expected 0 to {2**63 - 1}")
         if self.device not in (None, "cpu", "cuda"):
@@ -271,6 +298,11 @@ def read_settings(path: Path | None, changes: Mapping[str, Any]) -> RunSettings:
             raise ValueError(f"{path}: {section} is a section, [{section}], not a value")
         place[key] = value
     try:
+        if values.get("steps") is not None and values.get("epochs") not in (None, False):
+            raise ValueError(
+                f"steps = {values['steps']} and epochs = {values['epochs']}: either decides the run's length; leave "
+                "one out (--set epochs=false)"
+            )
         return parse(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if path is not None and not changes else str(error)) from None

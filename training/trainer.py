@@ -6,9 +6,11 @@ model. The first rank reports.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,22 +20,24 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_collate
 
-from ..layers.hf.folders import export_hf, load_hf_weights
+from ..layers.hf.folders import load_hf_weights
 from ..layers.transformer import ParallelTransformer
 from ..parallel.checkpoint.checkpoint import read_extra
 from ..parallel.checkpoint.manager import Checkpointer
 from ..parallel.core import agreement
 from ..parallel.core.mesh import data_coordinate, everyone
 from ..parallel.core.random import manual_seed
+from ..parallel.cross_entropy import IGNORE_INDEX
 from ..parallel.data import data_loader
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.parallelize import parallelize
+from .data.loading import load, needs_preparation, prepare_run
+from .exporting import export
 from .folders import CHECKPOINTS, EXPORT, SETTINGS
 from .metrics import Progress, Recorder, chip_of, flops_per_token, peak_bytes, peak_flops, span
 from .optimizer import adamw, make_scheduler
 from .restart import TIME_IS_UP, Stop, check_resumable, torn_explained
 from .settings import RunSettings
-from .tokens import load_tokens
 
 CHECK_DATA_EVERY = 100  # steps, beside a process's first ones
 
@@ -43,6 +47,7 @@ class RunResult:
     """The result of a run."""
 
     steps: int  # finished, including those before a restart
+    planned: int  # in all
     resumed_at: int  # the step from which this process resumed, 0 for a fresh run
     stopped_by: int  # the signal that ended it early, TIME_IS_UP for its time limit, 0 for none
     loss: float  # of the last logged step; NaN if there was none
@@ -61,9 +66,19 @@ class Step:
 
 
 class Trainer:
-    """The state of a run that changes from step to step. ``settings`` are resolved (``layout.resolve``)."""
+    """The state of a run that changes from step to step.
 
-    def __init__(self, settings: RunSettings, mesh: DeviceMesh | None) -> None:
+    ``settings`` are resolved (``layout.resolve``); the attribute of that name also has the steps of its epochs.
+    ``prepared`` are the folders of prepared data, which the first rank otherwise prepares. A collective.
+    """
+
+    def __init__(self, settings: RunSettings, mesh: DeviceMesh | None, prepared: list[Path] | None = None) -> None:
+        if prepared is None and needs_preparation(settings):
+            prepared = agreement.on_first(everyone(), lambda: prepare_run(settings))
+        self.tokens = load(settings, prepared)
+        if settings.epochs is not None:
+            steps = settings.epochs * (len(self.tokens.train) // settings.data.batch)
+            settings = dataclasses.replace(settings, steps=max(1, steps))
         self.settings = settings
         self.mesh = mesh
         self.device = _device(settings)
@@ -72,7 +87,6 @@ class Trainer:
         data = settings.data
         self._rank, self._data_parallel_size = data_coordinate(mesh)
         self._share = settings.share(self._data_parallel_size)
-        self.tokens = load_tokens(data.path, seq=data.seq, vocab_size=settings.model.vocab_size)
         if len(self.tokens.train) < data.batch:
             raise ValueError(
                 f"data.batch = {data.batch}: {self.tokens.source} gives {len(self.tokens.train)} sequences of "
@@ -90,6 +104,7 @@ class Trainer:
         self._batches = self._read()
         self.model = build_model(settings, mesh)
         optimizer = settings.optimizer
+        assert optimizer.lr is not None  # resolve() filled it in
         self.optimizer = adamw(
             self.model,
             lr=optimizer.lr,
@@ -112,7 +127,7 @@ class Trainer:
             if latest is None:
                 return False
             extra = agreement.on_first(everyone(), lambda: read_extra(checkpoints.path(latest)))
-        check_resumable(checkpoints.path(latest), latest, extra, self.settings)
+        check_resumable(checkpoints.path(latest), latest, extra, self.settings, self.tokens.digest)
         states = self._states()
         if extra["settings"]["parallel"]["precision"] != self.settings.parallel.precision:
             states.pop("loss_scale", None)  # another format has none, or one that does not fit
@@ -126,7 +141,11 @@ class Trainer:
 
     def save(self, *, asynchronous: bool = False) -> None:
         """Save a checkpoint of the run's current state, including torch's random states."""
-        extra = {"settings": json.loads(self.settings.to_json()), "tokens": self.tokens_seen}
+        extra = {
+            "settings": json.loads(self.settings.to_json()),
+            "tokens": self.tokens_seen,
+            "data": self.tokens.digest,
+        }
         with span("save", self.device):
             self.checkpointer.save(
                 self.step,
@@ -147,11 +166,11 @@ class Trainer:
     def train_step(self) -> Step:
         """Take one step on the next batch."""
         with span("data", self.device):
-            tokens, targets = (part.to(self.device, non_blocking=True) for part in next(self._batches))
+            tokens, targets, *more = (part.to(self.device, non_blocking=True) for part in next(self._batches))
         manual_seed(self.settings.seed, self.mesh, step=self.step)  # dropout: resuming does not change it
         self.model.check_data = self.step % CHECK_DATA_EVERY == 0
         with span("forward and backward", self.device):
-            loss = self.model.step(tokens, targets)
+            loss = self.model.step(tokens, targets, positions=more[0] if more else None)
         with span("optimizer", self.device):
             clip = self.settings.optimizer.clip
             norm = self.model.clip_grad_norm_(math.inf if clip is None else clip)
@@ -165,21 +184,33 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """The mean loss of held-out text, over the same windows at every call; None if the settings turn it off."""
+        """The mean loss of a held-out target, over the same windows at every call.
+
+        None if the settings turn it off, or nothing is held out.
+        """
         held_out, size = self.tokens.held_out, self.settings.data.batch
-        batches = min(self.settings.log.eval_batches, max(1, len(held_out) // size))
-        if not batches:
+        count = len(held_out)
+        most = self.settings.log.eval_batches
+        count_read = count if most is None else min(most * size, count)
+        if not count_read:
             return None
-        spread = [i * len(held_out) // (batches * size) for i in range(batches * size)]
-        total = 0.0
+        spread = [i * count // count_read for i in range(count_read)]
+        spread += [spread[-1]] * (-count_read % size)  # repeated windows, whose targets do not count
+        total, targets_seen = 0.0, 0
         self.model.eval()
         with span("evaluate", self.device):
             for first in range(0, len(spread), size):
-                mine = spread[first + self._rank * self._share : first + (self._rank + 1) * self._share]
-                tokens, targets = default_collate([held_out[i] for i in mine])
-                total += float(self.model.evaluate(tokens.to(self.device), targets.to(self.device)))
+                batch = [held_out[i] for i in spread[first : first + size]]
+                end = count_read - first
+                batch = batch[:end] + [(w[0], torch.full_like(w[1], IGNORE_INDEX), *w[2:]) for w in batch[end:]]
+                counted = sum(int((window[1] != IGNORE_INDEX).sum()) for window in batch)
+                mine = batch[self._rank * self._share : (self._rank + 1) * self._share]
+                tokens, targets, *more = (part.to(self.device) for part in default_collate(mine))
+                loss = self.model.evaluate(tokens, targets, positions=more[0] if more else None)
+                total += float(loss) * counted
+                targets_seen += counted
         self.model.train()
-        return total / batches
+        return total / targets_seen
 
     def close(self) -> None:
         """Wait for a pending checkpoint."""
@@ -188,6 +219,7 @@ class Trainer:
     def _make_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
         """A scheduler from the current settings and step: it has no saved state that could override the settings."""
         optimizer = self.settings.optimizer
+        assert optimizer.lr is not None
         for group, decay in zip(self.optimizer.param_groups, (optimizer.weight_decay, 0.0)):
             group.update(
                 lr=optimizer.lr,
@@ -244,10 +276,16 @@ def build_model(settings: RunSettings, mesh: DeviceMesh | None) -> ParallelModel
     return spread
 
 
-def train(trainer: Trainer, stop: Stop, *, on_step: Callable[[Progress], None] | None = None) -> RunResult:
+def train(
+    trainer: Trainer,
+    stop: Stop,
+    *,
+    on_step: Callable[[Progress], None] | None = None,
+    on_remark: Callable[[str], None] = warnings.warn,
+) -> RunResult:
     """Run ``trainer`` to its last step, its time limit or ``stop``, and save a checkpoint in each case.
 
-    The first rank calls ``on_step`` after each logged step.
+    The first rank calls ``on_step`` after each logged step, and ``on_remark`` with what a user should know.
     """
     settings = trainer.settings
     folder = Path(settings.out)
@@ -255,6 +293,8 @@ def train(trainer: Trainer, stop: Stop, *, on_step: Callable[[Progress], None] |
     began, signum = trainer.step, stop.agreed()
     while trainer.step < settings.steps and not signum:
         step = trainer.train_step()
+        if report is not None and trainer.step == 1 and (doubt := doubtful_start(trainer, float(step.loss))):
+            on_remark(doubt)
         signum = stop.agreed()
         last = trainer.step == settings.steps or signum == TIME_IS_UP
         due = _Due.at(trainer.step, settings, last=last, stopped=bool(signum) and not last)
@@ -267,17 +307,30 @@ def train(trainer: Trainer, stop: Stop, *, on_step: Callable[[Progress], None] |
             trainer.save(asynchronous=settings.checkpoint.asynchronous and not (last or signum))
     trainer.close()
     if settings.checkpoint.export and (trainer.step == settings.steps or signum == TIME_IS_UP):
-        export_hf(cast(ParallelTransformer, trainer.model.module), folder / EXPORT)
+        export(cast(ParallelTransformer, trainer.model.module), settings, trainer.tokens, folder / EXPORT)
     if report is not None:
         report.close()
     return RunResult(
         steps=trainer.step,
+        planned=settings.steps,
         resumed_at=began,
         stopped_by=signum,
         loss=math.nan if report is None else report.loss,
         held_out=None if report is None else report.held_out,
         tokens_per_second=0.0 if report is None else report.tokens_per_second,
         peak_bytes=peak_bytes(trainer.device.type),
+    )
+
+
+def doubtful_start(trainer: Trainer, loss: float) -> str | None:
+    """What a first loss of a trained model may mean that is no better than that of a model without context."""
+    start, entropy = trainer.settings.start, trainer.tokens.entropy
+    if start is None or entropy is None or loss <= entropy:
+        return None
+    return (
+        f"the first loss is {loss:.2f}, and a model that knew only how often each token occurs in this data would lose "
+        f"{entropy:.2f}: the model in {start} may not have been trained with this tokenizer or chat template, or its "
+        "weights are fresh"
     )
 
 
@@ -295,7 +348,7 @@ class _Due:
         evaluate = not stopped and (last or (log.eval_every is not None and step % log.eval_every == 0))
         return cls(
             log=last or stopped or evaluate or step % log.every == 0,
-            evaluate=evaluate and log.eval_batches > 0,
+            evaluate=evaluate and log.eval_batches != 0,
             save=last or stopped or (save is not None and step % save == 0),
         )
 

@@ -81,7 +81,7 @@ def _write(path: Path, content: bytes) -> None:
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))
     here = Path(__file__).resolve().parent
-    sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != here]  # hide our data.py
+    sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != here]  # hide our folder data
     code = main(Path(sys.argv[2]), sys.argv[3])
     sys.stdout.flush()
     sys.stderr.flush()

@@ -13,6 +13,7 @@ import torch
 from ...kernels.cross_entropy.op import check_targets
 from ...parallel.core import mappings
 from ...parallel.cross_entropy import IGNORE_INDEX
+from ...parallel.documents import Documents
 from ...parallel.grid.grid import Grid, check_grid_overlap, local_rows, size_of
 from ..block import ParallelBlock
 from ..config import TransformerConfig
@@ -79,6 +80,15 @@ class _OnGrid(ParallelTransformer):
             check_targets("cross-entropy", targets, self.config.vocab_size, IGNORE_INDEX)
         return batch, length
 
+    def documents(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Documents | None:
+        if super().documents(tokens, positions) is not None:
+            raise ValueError(
+                "positions that restart start documents, and attention over a grid cannot keep those of one row apart "
+                "(nor see, while torch.compile traces, whether positions restart): pass one document per row, padded "
+                "with targets of -100, or use dp, tp or pp instead of a grid"
+            )
+        return None
+
     def _check_packed(self, *_: Any) -> int:
         raise ValueError("cu_seqlens: a grid divides a batch into whole sequences of one length; pass tokens [B, S]")
 
@@ -108,8 +118,8 @@ class GridTransformer(_OnGrid):
 
     Parameters have the same names, the same seeds give the same weights, and checkpoints load in any layout. Logits
     [B, S, V/k] of a call without targets are gathered over the tokens' axes. Differences: no dropout, no packed
-    batches, no cache, no ``sequence_parallel``, ``fuse_wgrad_accumulation`` or ``mlp_recompute``; the logits of a loss
-    are stored, [T/i/j, V/k].
+    batches, no positions that restart within a row, no cache, no ``sequence_parallel``, ``fuse_wgrad_accumulation`` or
+    ``mlp_recompute``; the logits of a loss are stored, [T/i/j, V/k].
 
     Raises ValueError for a config that the grid cannot divide, with the sizes next to it that it can, and, in forward,
     for such a batch.

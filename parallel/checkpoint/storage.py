@@ -208,7 +208,7 @@ def tidy(target: Path) -> None:
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             replaced.rename(target)
-    _remove_dead(target.parent, glob.escape(target.name))
+    remove_dead(target.parent, glob.escape(target.name))
 
 
 def remove(target: Path) -> None:
@@ -234,13 +234,13 @@ def sweep(folder: Path, pattern: str) -> None:
             tidy(folder / name)
         finally:
             writer.release()
-    _remove_dead(folder, pattern)
+    remove_dead(folder, pattern)
     for leftover in folder.glob(f".{pattern}.removed"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _remove_dead(folder: Path, pattern: str) -> None:
-    """Remove from ``folder`` the leftovers of dead writers of checkpoints whose names match ``pattern``."""
+def remove_dead(folder: Path, pattern: str) -> None:
+    """Remove from ``folder`` the leftovers of dead writers of names that match ``pattern``."""
     for leftover in folder.glob(f".{pattern}.writing-*"):
         with contextlib.suppress(OSError):  # its writer lives, or another process removes it
             fd = os.open(leftover, os.O_RDONLY)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from ..documents import Documents
+
 LAYOUTS = ("loop", "v")
 
 
@@ -39,8 +41,8 @@ class Divisible(Protocol):
         """A module of the consecutive ``parts``, which shares the model's submodules and names.
 
         It takes the output of the previous stage (the first one: tokens [B, S]) and the keywords ``targets`` [B, S],
-        ``positions`` [B, S], ``batch_size`` (B), ``scale`` and ``draws`` (see :meth:`draws`). The last one returns the
-        sum of the losses times ``scale``, [1].
+        ``positions`` [B, S], ``batch_size`` (B), ``scale`` and ``draws`` (see :meth:`draws`), and ``documents`` (see
+        :meth:`documents`) where rows hold several. The last one returns the sum of the losses times ``scale``, [1].
         """
 
     def tied_parameters(self) -> list[str]:
@@ -48,6 +50,11 @@ class Divisible(Protocol):
 
     def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None) -> None:
         """ValueError for a batch that the model could not process, the same on every rank."""
+
+    def documents(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Documents | None:
+        """The documents of a batch [B, S] that :meth:`check_batch` accepts, which stages then get to keep apart; None
+        where no row holds several, or stages find them by themselves. ValueError, the same on every rank, if the model
+        cannot keep documents apart."""
 
     def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor, on meta, that a stage sends to the next for [batch, length] tokens."""

@@ -26,6 +26,7 @@ from ..core.mesh import Group, share_timeout, tp_group
 from ..core.random import own_draws
 from ..core.sharding import local_tensor
 from ..cross_entropy import IGNORE_INDEX
+from ..documents import pad_rows
 from . import split_backward
 from .partition import Divisible, Part, balanced, owners
 from .schedules import SCHEDULES, Schedule, check_microbatches, find, forward_only, stages_of
@@ -155,8 +156,9 @@ class Pipeline:
     ) -> torch.Tensor:
         """Forward and backward of a batch [B, S]: the sum of its targets' losses times ``scale``, on every rank.
 
-        Adds the gradients of that sum to ``.grad``. ``positions`` are [S] or [B, S]. A batch whose size does not divide
-        by the micro-batches is padded with sequences that do not count. Collective.
+        Adds the gradients of that sum to ``.grad``. ``positions`` are [S] or [B, S]; where they restart, a document
+        starts (``documents.py``). A batch whose size does not divide by the micro-batches is padded with sequences that
+        do not count. Collective.
         """
         batch = self._batch(True, tokens, targets, positions)
         draws = self.model.draws(self.device)
@@ -185,21 +187,27 @@ class Pipeline:
 
     def _batch(
         self, training: bool, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """The batch, padded and checked; ValueError for an invalid one, before anything is sent."""
         self.model.check_batch(tokens, targets, positions)
-        batch = {"tokens": self._padded(tokens, 0), "targets": self._padded(targets, IGNORE_INDEX)}
+        documents = self.model.documents(tokens, positions)
+        batch: dict[str, Any] = {"tokens": self._padded(tokens, 0), "targets": self._padded(targets, IGNORE_INDEX)}
         if positions is not None:
-            batch["positions"] = self._padded(positions.expand(tokens.shape), 0)
+            batch["positions"] = pad_rows(positions.expand(tokens.shape), self._missing(len(tokens)))
+        if documents is not None:
+            batch["documents"] = documents  # no tensor: every micro-batch gets it whole
         self._prepare(training, batch["tokens"])
         return batch
 
     def _padded(self, x: torch.Tensor, value: int) -> torch.Tensor:
         """``x`` [B, S] with rows of ``value`` added, so that the micro-batches are equal and not empty."""
-        missing = max(self.microbatches - x.shape[0], -x.shape[0] % self.microbatches)
+        missing = self._missing(len(x))
         return F.pad(x, (0, 0, 0, missing), value=value) if missing else x
 
-    def _run(self, training: bool, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+    def _missing(self, rows: int) -> int:
+        return max(self.microbatches - rows, -rows % self.microbatches)
+
+    def _run(self, training: bool, batch: dict[str, Any], **options: Any) -> torch.Tensor:
         assert self._built is not None
         schedule, dtype = self._built.schedule, self._built.loss
         tokens = batch.pop("tokens")

@@ -73,6 +73,8 @@ if TYPE_CHECKING:
     from .serving.guide import Guide
     from .serving.request import QueueFull, Request, TokenEvent
     from .serving.sampling_params import SamplingParams
+    from .training.data.prepare import prepare_data
+    from .training.data.prepared import Prepared
 
 __all__ = [
     "AsyncEngine",
@@ -101,6 +103,7 @@ __all__ = [
     "ParallelModel",
     "ParallelTransformer",
     "Plan",
+    "Prepared",
     "QueueFull",
     "RMSNorm",
     "Request",
@@ -145,6 +148,7 @@ __all__ = [
     "plan",
     "plan_attention",
     "plan_write",
+    "prepare_data",
     "quantize",
     "read_extra",
     "reserve_symmetric_memory",
@@ -195,6 +199,7 @@ _HOMES = {
     "ParallelModel": "parallel.parallel_model",
     "ParallelTransformer": "layers.transformer",
     "Plan": "planning",
+    "Prepared": "training.data.prepared",
     "QueueFull": "serving.request",
     "RMSNorm": "layers.norm",
     "Request": "serving.request",
@@ -238,6 +243,7 @@ _HOMES = {
     "parallelize": "parallel.parallelize",
     "plan": "planning",
     "plan_attention": "kernels.paged_attention",
+    "prepare_data": "training.data.prepare",
     "quantize": "kernels.scaled_linear",
     "read_extra": "parallel.checkpoint.checkpoint",
     "reserve_symmetric_memory": "parallel.overlap.memory.reserve",

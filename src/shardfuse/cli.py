@@ -106,12 +106,14 @@ def demo(
 def train(
     context: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="TOML file of settings; see docs/training.md.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of the run.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the run (or --set epochs=N).")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the weights, the data's order and dropout.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of the run. Default: run.")] = None,
     start: Annotated[str | None, typer.Option(help="Hugging Face folder to start from.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")] = None,
-    data: Annotated[str | None, typer.Option(help="Text, or a .npy file of token ids.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Texts or chats (a file, a folder or a glob), or a .npy file of token ids.")
+    ] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences per step, over all processes.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,

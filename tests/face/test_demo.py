@@ -29,7 +29,7 @@ from shardfuse.layers.transformer import ParallelTransformer
 from shardfuse.serving.engine import Engine
 from shardfuse.serving.request import Request
 from shardfuse.serving.sampling_params import SamplingParams
-from shardfuse.training.data import load_corpus
+from shardfuse.training.data.corpus import load_corpus
 from shardfuse.training.folders import output_folder
 from shardfuse.training.settings import RunSettings
 

@@ -140,7 +140,7 @@ def run_and_freeze(text: str, victim: int, step: int, mark: str, seconds: float)
     return train_run(settings, False, stop)
 
 
-def die_once(settings: RunSettings, resume: bool, stop_file: StopFile) -> RunResult:
+def die_once(settings: RunSettings, resume: bool, stop_file: StopFile, prepared: None) -> RunResult:
     """Replaces ``train_run``: rank 1 is killed after the second step of its first start."""
     rank, attempt = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
     return train_run(settings, resume, DieAfter(2) if (rank, attempt) == (1, 0) else stop_file)

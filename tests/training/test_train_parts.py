@@ -23,13 +23,13 @@ from shardfuse.parallel.core.mesh import SINGLE, everyone
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.pipeline.timeline import Costs
 from shardfuse.training import metrics, stages
-from shardfuse.training.data import DataError
+from shardfuse.training.data.items import DataError
+from shardfuse.training.data.windows import Windows, load_tokens
 from shardfuse.training.folders import RunFolder, RunFolderError
 from shardfuse.training.layout import resolve
 from shardfuse.training.metrics import MetricsFile, Recorder, read_lines
 from shardfuse.training.restart import Stop, StopFile
 from shardfuse.training.settings import ParallelSettings, RunSettings
-from shardfuse.training.tokens import Windows, load_tokens
 from shardfuse.training.trainer import build_model
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -87,9 +87,10 @@ def test_token_outside_the_vocabulary_is_named(wrong: int):
         windows[2]
 
 
-def test_text_needs_room_for_bytes():
-    with pytest.raises(DataError, match=r"model.vocab_size = 100: text is read as bytes, which need 256"):
-        load_tokens(None, seq=8, vocab_size=100)
+@pytest.mark.parametrize("size", [100, 257, 49152])
+def test_text_is_bytes_for_a_vocabulary_of_bytes_alone(size: int):
+    with pytest.raises(DataError, match=rf"model.vocab_size = {size}: text is read as bytes, .* data.tokenizer"):
+        load_tokens(None, seq=8, vocab_size=size)
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

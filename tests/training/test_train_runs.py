@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,7 +60,9 @@ def test_a_run_keeps_the_ids_and_the_tokenizer_of_its_start(ranks: Any, case: An
     config = TransformerConfig(num_layers=1, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=4, **sizes)
     export_hf(ParallelTransformer(config), tmp_path / "start")
     (tmp_path / "start" / "tokenizer.json").write_text("{}")
-    settings = case.settings(tmp_path / "run", 1, steps=1, start=str(tmp_path / "start"), log=SHORT["log"])
+    np.save(tmp_path / "numbers.npy", np.arange(2000) % 256)  # which no tokenizer has to read
+    data = {"path": str(tmp_path / "numbers.npy")}
+    settings = case.settings(tmp_path / "run", 1, steps=1, start=str(tmp_path / "start"), data=data, log=SHORT["log"])
     ranks(1, case.run_body, settings.to_json())
     trained = tmp_path / "run" / "model"
     assert load_hf(trained).config == load_hf(tmp_path / "start").config == config

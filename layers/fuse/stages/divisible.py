@@ -14,12 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from ....parallel.core.mesh import Group
 from ....parallel.core.sharding import named_seed
+from ....parallel.documents import Documents
 from ....parallel.pipeline.partition import Part
 from ...embedding import check_tokens
 from ...module import Absent
 from ..ranks.sequence import FusedLayer
 from ..swap import Fused
 from .cut import Cut, cut_of, layer_list
+from .documents import check_documents
 from .stage import FusedStage
 
 
@@ -146,6 +148,13 @@ class Staged(Fused):
                 raise ValueError(f"positions: the forward of {type(self).__name__} takes no position_ids")
         config: Any = self.config
         check_tokens(tokens, config.get_text_config().vocab_size)
+
+    def documents(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Documents | None:
+        """None: the stock forward finds documents in its position_ids. ValueError if it would find others, or none."""
+        self.check_batch(tokens, tokens, positions)
+        if positions is not None:
+            check_documents(self, tokens, positions)
+        return None
 
     def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The hidden states that a stage sends to the next for [batch, length] tokens: [B, S, D], on meta."""

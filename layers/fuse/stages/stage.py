@@ -82,10 +82,13 @@ class FusedStage(nn.Module):
         """The x for the next stage. The last stage returns the sum of the targets' losses times ``scale``, [1] in fp32
         (fp64 for an fp64 model), or without ``targets`` the logits [B, S, V].
 
-        ``x`` are tokens [B, S], or after the first stage hidden states [B, S, D].
+        ``x`` are tokens [B, S], or after the first stage hidden states [B, S, D]. The stock forward finds documents in
+        ``positions`` [B, S] by itself (``documents.py``).
         """
         whole = self._whole
-        given: dict[str, Any] = {"use_cache": False, **({} if positions is None else {"position_ids": positions})}
+        given: dict[str, Any] = {"use_cache": False}
+        if positions is not None:
+            given["position_ids"] = positions.expand(x.shape[:2])
         if self.first:
             given["input_ids"] = x
         else:

@@ -27,7 +27,7 @@ from ..kernels.runtime.printing import Sheet, prose, unbroken
 from ..layers.config import TransformerConfig
 from ..layers.transformer import ParallelTransformer
 from ..training.checks import FACTOR, Agreement, compare_with_transformers, compare_with_unsharded, same_weights
-from ..training.data import Corpus, bigram_nats, load_corpus, unigram_nats
+from ..training.data.corpus import Corpus, bigram_nats, load_corpus, unigram_nats
 from ..training.folders import CHECKPOINTS, EXPORT, REPORT, SETTINGS, output_folder, write_report
 from ..training.launch import Stopped, available_cores, check_port, launch, stop_signals
 from ..training.layout import check_gpus, resolve
@@ -123,7 +123,9 @@ class _Demo:
     def run(self) -> bool:
         began = time.monotonic()
         check_port(self.options.port)
-        corpus = load_corpus(self.settings.data.path, seq=self.settings.data.seq)
+        path = self.settings.data.path
+        assert not isinstance(path, tuple)  # as _settings sets it
+        corpus = load_corpus(path, seq=self.settings.data.seq)
         names = (SETTINGS, METRICS, CHECKPOINTS, EXPORT, PAGE)
         with output_folder(self.options.out, maker=MAKER, names=names, need_bytes=NEED_BYTES) as folder:
             self.settings = dataclasses.replace(self.settings, out=str(folder))

@@ -23,7 +23,7 @@ from ..serving.request import Request, TokenEvent
 from ..serving.sampling import uniform
 from ..serving.sampling_params import SamplingParams
 from ..serving.stats import EngineStats
-from ..training.data import Corpus
+from ..training.data.corpus import Corpus
 
 REQUESTS = 8
 MAX_NUM_SEQS = 3

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -15,7 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ..training.folders import RunFolder
+from ..layers.hf.tokenizers import holds_tokenizer
+from ..training.data.loading import needs_preparation, prepare_run
+from ..training.folders import EXPORT, RunFolder
 from ..training.launch import Stopped, WorkerError, launch, stop_signals
 from ..training.layout import check_gpus, remarks, resolve
 from ..training.restart import TIME_IS_UP, StopFile
@@ -147,6 +150,7 @@ def _train(options: TrainOptions, settings: RunSettings, processes: int, console
         tempfile.TemporaryDirectory(prefix="shardfuse-") as folder,
     ):
         stop_file = StopFile(Path(folder) / "stop")
+        prepared = prepare_run(settings, console) if needs_preparation(settings) else None
         console.print(_heading(settings, processes), markup=False, soft_wrap=True)
         _show_remarks(settings, console)
         results = launch(
@@ -154,6 +158,7 @@ def _train(options: TrainOptions, settings: RunSettings, processes: int, console
             settings,
             options.resume,
             stop_file,
+            prepared,
             processes=processes,
             port=options.port,
             max_restarts=options.restarts,
@@ -171,9 +176,10 @@ def _heading(settings: RunSettings, processes: int) -> str:
     more = f", ZeRO {parallel.zero}" if parallel.zero else ""
     more += f", {parallel.schedule}" if parallel.pp > 1 else ""
     more += f", {parallel.microbatches} micro-batches" if parallel.microbatches else ""
+    length = f"{settings.steps} steps" if settings.epochs is None else f"{settings.epochs} epochs in steps"
     return (
         f"{processes} process{'es' if processes > 1 else ''} ({spread}{more}) on {settings.device}, "
-        f"{parallel.precision}: {model.num_layers} layers of width {model.hidden_size}, {settings.steps} steps of "
+        f"{parallel.precision}: {model.num_layers} layers of width {model.hidden_size}, {length} of "
         f"{settings.tokens_per_step:,} tokens, into {settings.out}"
     )
 
@@ -187,13 +193,23 @@ def _show_result(result: RunResult, settings: RunSettings, console: Console, opt
     held_out = "" if result.held_out is None else f", held out {result.held_out:.4f}"
     loss = "" if math.isnan(result.loss) else f", loss {result.loss:.4f}{held_out}"
     speed = f", {result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else ""
-    console.print(f"step {result.steps} of {settings.steps}{loss}{speed}", markup=False)
-    if result.stopped_by and result.steps < settings.steps:
+    console.print(f"step {result.steps} of {result.planned}{loss}{speed}", markup=False)
+    if result.stopped_by and result.steps < result.planned:
         by = "its time limit" if result.stopped_by == TIME_IS_UP else signal.Signals(result.stopped_by).name
         console.print(f"stopped by {by}; --resume continues from here", markup=False)
+    elif settings.checkpoint.export:
+        console.print(_next(settings), markup=False, soft_wrap=True)
     if options.json:
         values = dataclasses.asdict(result)
         print(json.dumps({name: None if value != value else value for name, value in values.items()}))
+
+
+def _next(settings: RunSettings) -> str:
+    """What to do with the model of a complete run."""
+    model = Path(settings.out) / EXPORT
+    if not holds_tokenizer(model):
+        return f"the model is in {model}; it has no tokenizer, as shardfuse serve needs"
+    return f"the model is in {model}; to serve it: shardfuse serve {shlex.quote(str(model))}"
 
 
 def _exit_code(result: RunResult) -> int:

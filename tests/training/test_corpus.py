@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from shardfuse.training import data
-from shardfuse.training.data import Corpus, DataError, load_corpus
+from shardfuse.training.data import corpus as data
+from shardfuse.training.data.corpus import Corpus, load_corpus
+from shardfuse.training.data.items import DataError
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .items import DataError
+
 VOCAB_SIZE = 256
 MAX_BYTES = 4 << 20  # more than a short run reads, and quick to load
 BLOCK_BYTES = 8 << 10
@@ -25,10 +27,6 @@ HELD_OUT_EVERY = 16  # one block in this many is kept out of training
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings"})
 # Bytes that text never holds: control characters except tab, newline, vertical tab, form feed, return and escape.
 _CONTROL = bytes(b for b in (*range(32), 127) if b not in b"\t\n\v\f\r\x1b")
-
-
-class DataError(ValueError):
-    """An unusable corpus; the message is one line with the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +47,19 @@ def load_corpus(path: str | os.PathLike[str] | None = None, *, seq: int = 128, m
 
     Raises DataError for a path that is missing, empty, binary, unreadable, or shorter than a few windows of ``seq``.
     """
-    if path is None:
-        folder = Path(sysconfig.get_path("stdlib"))
-        documents = _read_folder(folder, max_bytes, suffix=".py", skipped=SKIPPED_FOLDERS)
-        if not documents:
-            raise DataError(f"no Python sources in {folder} (a stripped installation); pass text with --data PATH")
-        source = f"the Python standard library's sources ({folder})"
-    else:
-        documents = _read_path(Path(path), max_bytes)
-        source = str(path)
-
+    documents, source = _read(path, max_bytes)
     text = b"\n".join(documents)
     need = 4 * HELD_OUT_EVERY * (seq + 1)
     if len(text) < need:
         raise DataError(f"--data {source}: {len(text)} bytes of text, at least {need} are needed; give more text")
     held_out, train = _split(text)
     return Corpus(_tensor(train), _tensor(held_out), source, len(documents))
+
+
+def load_text(path: str | os.PathLike[str] | None = None, *, max_bytes: int = MAX_BYTES) -> torch.Tensor:
+    """All of the text at ``path``, uint8 [bytes], read as :func:`load_corpus` does."""
+    documents, _ = _read(path, max_bytes)
+    return _tensor(b"\n".join(documents))
 
 
 def unigram_nats(corpus: Corpus) -> float:
@@ -85,6 +80,17 @@ def bigram_nats(corpus: Corpus) -> float:
     return float(-np.log(table[held_out[:-1], held_out[1:]]).mean())
 
 
+def _read(path: str | os.PathLike[str] | None, max_bytes: int) -> tuple[list[bytes], str]:
+    """The documents at ``path``, or of the standard library, and their origin in words."""
+    if path is None:
+        folder = Path(sysconfig.get_path("stdlib"))
+        documents = _read_folder(folder, max_bytes, suffix=".py", skipped=SKIPPED_FOLDERS)
+        if not documents:
+            raise DataError(f"no Python sources in {folder} (a stripped installation); pass text with --data PATH")
+        return documents, f"the Python standard library's sources ({folder})"
+    return _read_path(Path(path), max_bytes), str(path)
+
+
 def _read_path(path: Path, max_bytes: int) -> list[bytes]:
     """The documents at the user's path."""
     try:
@@ -103,7 +109,7 @@ def _read_path(path: Path, max_bytes: int) -> list[bytes]:
     text = _read_file(path, max_bytes)
     if not text.strip():
         raise DataError(f"--data {path}: the file is empty")
-    if _is_binary(text):
+    if is_binary(text):
         raise DataError(f"--data {path}: a binary file; text is needed")
     return [text]
 
@@ -136,7 +142,7 @@ def _read_folder(
         if not (folder / name).is_file():  # dangling links, sockets, pipes
             continue
         text = _read_file(folder / name, room)
-        if text.strip() and not _is_binary(text):
+        if text.strip() and not is_binary(text):
             documents.append(text)
             room -= len(text)
     return documents
@@ -150,7 +156,7 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
         raise DataError(f"--data {path}: cannot be read ({error.strerror or error})") from None
 
 
-def _is_binary(text: bytes) -> bool:
+def is_binary(text: bytes) -> bool:
     """Whether the text holds a NUL, or more than 5 % control characters."""
     head = text[: 1 << 16]
     return b"\0" in head or len(head) - len(head.translate(None, _CONTROL)) > 0.05 * len(head)

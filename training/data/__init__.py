@@ -1,0 +1,1 @@
+"""Training data: text as bytes, files of token numbers, and texts and chats through a tokenizer."""
