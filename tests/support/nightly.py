@@ -115,6 +115,10 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make test-trained", 200),
     ),
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 8/8\"", 400),),
+    (
+        Part("make test-finetuned", 400),
+        Part("make test-formats", 20),
+    ),
     (Part("make gpu-rehearse", 350),),
     (Part("make codegen-all TARGETS='sm_80'", 400),),
     (Part("make codegen-all TARGETS='gfx942'", 400),),

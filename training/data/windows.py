@@ -42,7 +42,7 @@ class Windows(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = index * self._seq
-        window = torch.as_tensor(np.asarray(self._source[start : start + self._seq + 1], dtype=np.int64))
+        window = torch.from_numpy(np.asarray(self._source[start : start + self._seq + 1]).astype(np.int64))
         low, high = int(window.min()), int(window.max())
         if low < 0 or high >= self._vocab_size:
             raise DataError(
