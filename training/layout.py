@@ -17,7 +17,7 @@ from ..layers.transformer import ParallelTransformer
 from ..parallel import compatibility
 from ..parallel.core.mesh import Group
 from ..parallel.pipeline.partition import balanced
-from .data.loading import tokenizer_folder, with_ends
+from .data.loading import with_ends
 from .settings import LR, START_LR, ParallelSettings, RunSettings
 
 
@@ -30,7 +30,6 @@ def resolve(settings: RunSettings, processes: int) -> RunSettings:
     if settings.start is not None:
         settings = dataclasses.replace(settings, model=read_hf_config(settings.start))
         settings.check_length()
-    tokenizer_folder(settings)  # refuses text that nothing can read
     if settings.start is None and settings.data.tokenizer is not None:
         settings = dataclasses.replace(settings, model=with_ends(settings.model, Path(settings.data.tokenizer)))
     available = torch.cuda.is_available()

@@ -18,6 +18,7 @@ TITLES = {
     "kernels": "Ops",
     "parallel": "Parallelism",
     "layers": "Layers and models",
+    "training": "Data",
     "serving": "Serving",
     "explanation": "Explain",
     "planning": "Plan",

@@ -41,14 +41,14 @@ CONFIG: dict[str, Any] = {
     "max_positions": 8,
 }
 # What init_mesh is given where there are two processes, and how many the snippet asks for by itself.
-TRAINING = {"parallelism-0": ("pp=2", 8), "training-0": ("dp=2", 4), "grid-0": ("grid=(1, 2, 1)", 8)}
+TRAINING = {"parallelism-0": ("pp=2", 8), "training-1": ("dp=2", 4), "grid-0": ("grid=(1, 2, 1)", 8)}
 PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-2", "overlap-0"
 PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 ON_A_CPU, BATCHING, HUB, SERVING = "cpu-0", "integrations-0", "integrations-1", "serving-0"
 CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-7")
 ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-8", "serving-9", "serving-10"
-SERVER, START, PLANNING = "server-0", "index-0", "plan-0"
+SERVER, START, PLANNING, PREPARING = "server-0", "index-0", "plan-0", "training-0"
 
 
 def test_every_snippet_is_run():
@@ -65,6 +65,7 @@ def test_every_snippet_is_run():
         SERVER,
         START,
         PLANNING,
+        PREPARING,
         ON_A_CPU,
         BATCHING,
         HUB,
@@ -242,6 +243,19 @@ def test_to_and_from_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_memory_is_taken_once(capsys: pytest.CaptureFixture[str]):
     _run(PYTHON[MEMORY], sf=sf, model=sf.ParallelTransformer(sf.TransformerConfig(**CONFIG)))
     assert "no symmetric memory" in capsys.readouterr().out
+
+
+def test_data_are_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    transformers = pytest.importorskip("transformers")
+    from shardfuse.testing.models import save_tiny_hf
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(save_tiny_hf(tmp_path / "folder", max_positions=2048))
+    records = [{"prompt": "b" * size, "completion": "a" * size} for size in range(100, 1000, 50)]
+    model = sf.parallelize(sf.load_hf("folder"), device="cpu")
+    left = _run(PYTHON[PREPARING], sf=sf, records=records, tokenizer=tokenizer, mesh=None, model=model)
+    assert (left["positions"][:, 1:] == 0).any()  # several documents in a window
+    assert math.isfinite(left["loss"])
 
 
 @pytest.mark.parametrize("name", FUSING)

@@ -62,10 +62,10 @@ def test_text_is_never_bytes_where_the_vocabulary_is_not(start: Path, texts: Pat
         r"a vocabulary of 256, where that folder has no tokenizer, and the vocabulary is 260 \(of the model in .*bare"
     )
     with pytest.raises(DataError, match=rf"{says}.*data.tokenizer=FOLDER"):
-        _settings(tmp_path, start=str(bare), data={"path": str(texts)})
+        needs_preparation(_settings(tmp_path, start=str(bare), data={"path": str(texts)}))
     says = r"where no tokenizer is named, and the vocabulary is 300 \(model.vocab_size\).* set model.vocab_size = 256"
     with pytest.raises(DataError, match=says):
-        _settings(tmp_path, model={"vocab_size": 300}, data={"path": str(texts)})
+        needs_preparation(_settings(tmp_path, model={"vocab_size": 300}, data={"path": str(texts)}))
     byte_model = save_tiny_hf(tmp_path / "bytes", tokenizer=False, vocab_size=256)
     settings = _settings(tmp_path, start=str(byte_model), data={"path": str(texts)})
     assert not needs_preparation(settings)

@@ -135,6 +135,7 @@ def _resolved(options: TrainOptions) -> tuple[RunSettings, int]:
     processes = options.processes or parallel.dp_replicate * (parallel.dp or 1) * parallel.pp * parallel.tp
     settings = resolve(settings, processes)
     check_gpus(settings, processes)
+    needs_preparation(settings)  # refuses text that nothing can read
     return settings, processes
 
 
