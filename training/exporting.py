@@ -23,19 +23,26 @@ def export(model: ParallelTransformer, settings: RunSettings, tokens: Tokens, fo
     at which the answers of the data end, too. Collective. Raises the errors of ``export_hf``.
     """
     export_hf(model, folder, like=settings.data.tokenizer)
-    agreement.on_first(everyone(), lambda: _settle_generation(settings, tokens, folder))
+    agreement.on_first(everyone(), lambda: settle_generation(settings, tokens, folder))
 
 
-def _settle_generation(settings: RunSettings, tokens: Tokens, folder: Path) -> None:
+def settle_generation(settings: RunSettings, tokens: Tokens, folder: Path) -> None:
+    """Give the exported ``folder`` its settings for generation, on one rank."""
     path = folder / GENERATION
     if not path.exists() and settings.start is not None and (Path(settings.start) / GENERATION).exists():
         shutil.copyfile(Path(settings.start) / GENERATION, path)
     given: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if not given:  # transformers then reads config.json
-        given = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(name)}
+        given = {
+            name: config[name]
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+            if config.get(name) is not None
+        }
     ends = given.get("eos_token_id", config.get("eos_token_id"))
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
     new = [id for id in tokens.ends if id not in known]
     if new:
-        path.write_text(json.dumps({**given, "eos_token_id": new + known}, indent=2) + "\n", encoding="utf-8")
+        beside = path.with_name(f".{path.name}.writing")
+        beside.write_text(json.dumps({**given, "eos_token_id": new + known}, indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)

@@ -70,11 +70,15 @@ class Stop:
             signal.signal(signum, handler)
         self._before.clear()
 
-    def agreed(self) -> int:
-        """The signal that asked any of the ranks to stop, 0 for none. Every rank calls it after the same step."""
+    def agreed(self, *, training: bool = True) -> int:
+        """The signal that asked any of the ranks to stop, 0 for none. Every rank calls it after the same step.
+
+        Time counts from the first call with ``training``.
+        """
         asked = self._received or (self._file.read() if self._file else 0)
         now = time.monotonic()
-        self._began = min(self._began, now)
+        if training:
+            self._began = min(self._began, now)
         if not asked and self._time_limit is not None and now - self._began >= self._time_limit:
             asked = int(TIME_IS_UP)
         return int(collectives.all_reduce(torch.tensor(asked), self._group, site="train.stop", op="max"))

@@ -149,7 +149,7 @@ def _prepare(settings: RunSettings, stop: Stop) -> list[Path]:
             done = torch.tensor(int(made is not None and made.done()))
             if int(collectives.all_reduce(done, ranks, site="train.prepare", op="max")):
                 return agreement.on_first(ranks, made.result if made is not None else list)
-            if signum := stop.agreed():
+            if signum := stop.agreed(training=False):
                 ended.set()
                 raise ValueError(f"stopped by {signal.Signals(signum).name} while data were prepared; start again")
 

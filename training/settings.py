@@ -18,6 +18,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import torch
 
 from ..layers.config import TransformerConfig
+from .data.reader import TRAIN_ON
 from .optimizer import SHAPES
 
 if sys.version_info >= (3, 11):
@@ -29,7 +30,6 @@ T = TypeVar("T")
 
 ZERO_STAGES = (0, 1, 2, 3)
 PARTITIONS = ("modelled", "measured")
-TRAIN_ON = ("answers", "all")
 LR, START_LR = 1e-3, 2e-5  # the default rates of fresh weights, and of trained ones, which more would undo
 # The format of the products. Parameters, gradients, Adam's moments and the loss stay fp32 (mixed precision:
 # Micikevicius et al., arXiv:1710.03740); with "fp16" the loss is scaled.

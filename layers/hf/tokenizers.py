@@ -20,8 +20,12 @@ def load_tokenizer(folder: Path) -> Any:
     Raises FileNotFoundError for a missing folder, ValueError where it holds no tokenizer that can be loaded,
     ImportError without transformers.
     """
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ImportError(
+            "a tokenizer needs transformers, which is not installed: pip install 'shardfuse[hf]'"
+        ) from None
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: there is no such folder: expected a tokenizer's files")
     try:

@@ -6,6 +6,8 @@ import dataclasses
 import io
 import json
 import re
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +60,12 @@ def test_the_tokenizer_of_the_start_reads_the_text(start: Path, texts: Path, tmp
 
 def test_text_is_never_bytes_where_the_vocabulary_is_not(start: Path, texts: Path, tmp_path: Path):
     bare = save_tiny_hf(tmp_path / "bare", tokenizer=False)
-    says = (
-        r"a vocabulary of 256, where that folder has no tokenizer, and the vocabulary is 260 \(of the model in .*bare"
-    )
+    says = rf"^start = {bare}: a vocabulary of 260, but where that folder has no tokenizer text is read as bytes"
     with pytest.raises(DataError, match=rf"{says}.*data.tokenizer=FOLDER"):
         needs_preparation(_settings(tmp_path, start=str(bare), data={"path": str(texts)}))
-    says = r"where no tokenizer is named, and the vocabulary is 300 \(model.vocab_size\).* set model.vocab_size = 256"
+    says = (
+        r"^model.vocab_size = 300, but where no tokenizer is named text is read as bytes.* set model.vocab_size = 256"
+    )
     with pytest.raises(DataError, match=says):
         needs_preparation(_settings(tmp_path, model={"vocab_size": 300}, data={"path": str(texts)}))
     byte_model = save_tiny_hf(tmp_path / "bytes", tokenizer=False, vocab_size=256)
@@ -142,6 +144,48 @@ def test_what_was_read_is_said(start: Path, texts: Path, tmp_path: Path):
     assert re.search(
         r"^warning: data: 1 bad records? left out; the first: \S+, line 41: not JSON", printed, re.MULTILINE
     )
+
+
+def _preparing_body(rank: int, world: int, text: str, outcome: str) -> str:
+    """How ``_prepare`` of the run ends where the first rank prepares until the third sign of life."""
+    from shardfuse.parallel.core import collectives
+    from shardfuse.parallel.core.mesh import everyone
+    from shardfuse.training import run
+    from shardfuse.training.restart import Stop, StopFile
+
+    file, signs, go_on, all_reduce = StopFile(Path(text) / "stop"), 0, threading.Event(), collectives.all_reduce
+
+    def counted(*args: Any, site: str, **options: Any) -> Any:
+        nonlocal signs
+        signs += site == "train.prepare"
+        if signs == 3:
+            go_on.set()
+            if outcome == "stop":
+                file.write(signal.SIGTERM)
+        return all_reduce(*args, site=site, **options)
+
+    def work(settings: RunSettings, console: Any, ended: Any) -> list[Path]:
+        assert go_on.wait(60)
+        while outcome == "stop" and not ended():
+            pass
+        if outcome != "made":
+            raise DataError(outcome)
+        return [Path("made")]
+
+    with pytest.MonkeyPatch.context() as patch, Stop(everyone(), file) as stop:
+        patch.setattr(collectives, "all_reduce", counted)
+        patch.setattr(run, "prepare_run", work)
+        patch.setattr(run, "BEAT", 0.01)
+        try:
+            return str(run._prepare(RunSettings(), stop)[0])
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("outcome", ["made", "bad data", "stop"])
+def test_ranks_wait_for_the_first_to_prepare(ranks: Any, tmp_path: Path, outcome: str):
+    said = {"stop": "stopped by SIGTERM while data were prepared; start again"}.get(outcome, outcome)
+    assert ranks(2, _preparing_body, str(tmp_path), outcome) == [said, said]
 
 
 def test_both_lengths_of_a_run_are_one_too_many():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterable
@@ -172,11 +173,14 @@ def test_a_torn_file_is_one_line_from_a_process_too(tokenizer: Any, tmp_path: Pa
 
 def test_a_killed_process_leaves_nothing_half_made(tokenizer: Any, tmp_path: Path):
     kept, path = tmp_path / "kept", _write(tmp_path / "data.jsonl", _completions(600))
-    pid = os.fork()
-    if pid == 0:
+
+    def die() -> None:
         prepare_data(path, tokenizer, seq=32, folder=kept, on_progress=lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+    process = multiprocessing.get_context("fork").Process(target=die)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     (left,) = kept.iterdir()
     assert left.name.startswith(".")
     assert (left / "tokens.bin").stat().st_size > 0

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from shardfuse import load_hf
 from shardfuse.training.checks import Agreement
 from shardfuse.training.launch import launch
 
-_SUPPORT = str(Path(__file__).parents[1] / "support")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
     "dp2": {"microbatches": 2},
@@ -36,15 +34,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-1f1b": {"pp": 2, "schedule": "1f1b", "microbatches": 2},
     "pp2-zbv": {"pp": 2, "schedule": "zbv", "microbatches": 4},
 }
-
-
-@pytest.fixture(scope="module")
-def case() -> Iterator[Any]:
-    """tests/support/train_case.py, importable here and in the workers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(_SUPPORT)
-        patch.setenv("PYTHONPATH", _SUPPORT, prepend=os.pathsep)
-        yield importlib.import_module("train_case")
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import random
 import signal
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,9 +19,11 @@ from shardfuse.testing.models import save_tiny_hf
 from shardfuse.testing.tokenizer import SPECIAL_TOKENS
 from shardfuse.training.checks import Agreement
 from shardfuse.training.data.prepared import Prepared
+from shardfuse.training.data.windows import Tokens
+from shardfuse.training.exporting import settle_generation
 from shardfuse.training.metrics import read_lines
+from shardfuse.training.settings import RunSettings
 
-_SUPPORT = str(Path(__file__).parents[1] / "support")
 STEPS = 6
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -37,15 +36,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-zbv": {"pp": 2, "schedule": "zbv", "microbatches": 4},
 }
 TURN = 259  # the id of the tiny tokenizer's "turn"
-
-
-@pytest.fixture(scope="module")
-def case() -> Iterator[Any]:
-    """tests/support/train_case.py, importable here and in the workers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(_SUPPORT)
-        patch.setenv("PYTHONPATH", _SUPPORT, prepend=os.pathsep)
-        yield importlib.import_module("train_case")
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +150,17 @@ def test_what_comes_out_serves_as_it_was_trained(ranks: Any, case: Any, start: P
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.generation_config.eos_token_id == [TURN, 257]
     assert load_hf(folder).config == load_hf(start).config
+
+
+def test_the_end_of_the_answers_joins_those_that_the_model_has(tmp_path: Path):
+    """Also where a special token has the id 0, and the folder no settings for generation."""
+    (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}))
+    empty: Any = ()
+    for ends in ((), (0,), (7, 0), (7,)):
+        settle_generation(RunSettings(), Tokens(empty, empty, "", ends=ends), tmp_path)
+        assert (tmp_path / "generation_config.json").exists() is (7 in ends)
+    given = json.loads((tmp_path / "generation_config.json").read_text())
+    assert given == {"bos_token_id": 0, "eos_token_id": [7, 0]}
 
 
 def test_another_tokenizer_is_what_comes_out(ranks: Any, case: Any, start: Path, chats: Path, tmp_path: Path):

@@ -22,13 +22,13 @@ from shardfuse.kernels.runtime.chips import CHIPS
 from shardfuse.parallel.core.mesh import SINGLE, everyone
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.pipeline.timeline import Costs
-from shardfuse.training import metrics, stages
+from shardfuse.training import metrics, restart, stages
 from shardfuse.training.data.items import DataError
 from shardfuse.training.data.windows import Windows, load_tokens
 from shardfuse.training.folders import RunFolder, RunFolderError
 from shardfuse.training.layout import resolve
 from shardfuse.training.metrics import MetricsFile, Recorder, read_lines
-from shardfuse.training.restart import Stop, StopFile
+from shardfuse.training.restart import TIME_IS_UP, Stop, StopFile
 from shardfuse.training.settings import ParallelSettings, RunSettings
 from shardfuse.training.trainer import build_model
 
@@ -89,7 +89,9 @@ def test_token_outside_the_vocabulary_is_named(wrong: int):
 
 @pytest.mark.parametrize("size", [100, 257, 49152])
 def test_text_is_bytes_for_a_vocabulary_of_bytes_alone(size: int):
-    with pytest.raises(DataError, match=rf"model.vocab_size = {size}: text is read as bytes, .* data.tokenizer"):
+    with pytest.raises(
+        DataError, match=rf"^model.vocab_size = {size}, .*text is read as bytes, .*data.tokenizer=FOLDER"
+    ):
         load_tokens(None, seq=8, vocab_size=size)
 
 
@@ -301,6 +303,14 @@ def test_file_asks_as_well(tmp_path: Path):
         assert stop.agreed() == 0
         file.write(signal.SIGTERM)
         assert stop.agreed() == signal.SIGTERM
+
+
+def test_a_time_limit_counts_from_the_first_step(monkeypatch: pytest.MonkeyPatch):
+    looks = {0.0: False, 3600.0: False, 3601.0: True, 3660.0: True, 3661.0: True}
+    clock = iter(looks)
+    monkeypatch.setattr(restart, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    with Stop(SINGLE, time_limit=60.0) as stop:
+        assert [stop.agreed(training=training) for training in looks.values()] == [0, 0, 0, 0, TIME_IS_UP]
 
 
 def _stop_body(rank: int, world: int, folder: str) -> list[int]:

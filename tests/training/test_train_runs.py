@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +20,12 @@ from shardfuse.training.folders import RunFolder
 from shardfuse.training.metrics import read_lines
 from shardfuse.training.restart import TIME_IS_UP, StopFile
 
-_SUPPORT = str(Path(__file__).parents[1] / "support")
 ZBV = {"pp": 2, "schedule": "zbv"}
 SHORT: dict[str, Any] = {
     "model": {"num_layers": 1},
     "checkpoint": {"every": 1, "asynchronous": False, "export": False},
     "log": {"eval_batches": 0, "eval_every": False},
 }
-
-
-@pytest.fixture(scope="module")
-def case() -> Iterator[Any]:
-    """tests/support/train_case.py, importable here and in the workers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(_SUPPORT)
-        patch.setenv("PYTHONPATH", _SUPPORT, prepend=os.pathsep)
-        yield importlib.import_module("train_case")
 
 
 def test_pipeline_stopped_after_a_step_goes_on_as_if_it_had_not_been(ranks: Any, case: Any, tmp_path: Path):

@@ -16,12 +16,11 @@ from ...layers.config import TransformerConfig
 from ...layers.hf.folders import check_claims
 from ...layers.hf.tokenizers import holds_tokenizer, load_tokenizer
 from ..settings import DataSettings, RunSettings
-from .corpus import VOCAB_SIZE
 from .items import DataError
 from .prepare import Options, Progress, largest_id, prepare_files
 from .prepared import Prepared, is_prepared
 from .sources import Files
-from .windows import Tokens, load_tokens
+from .windows import Tokens, check_bytes, load_tokens
 
 LINE_EVERY = 5.0  # seconds between two lines of progress, without a terminal
 
@@ -36,15 +35,8 @@ def tokenizer_folder(settings: RunSettings) -> Path | None:
         return Path(data.tokenizer)
     if settings.start is not None and holds_tokenizer(Path(settings.start)):
         return Path(settings.start)
-    if settings.model.vocab_size != VOCAB_SIZE and not _is_numbers(data):
-        here = "model.vocab_size" if settings.start is None else f"of the model in {settings.start}"
-        which = "no tokenizer is named" if settings.start is None else "that folder has no tokenizer"
-        remedy = " or set model.vocab_size = 256," if settings.start is None else ""
-        raise DataError(
-            f"data.path: text is read as bytes, a vocabulary of {VOCAB_SIZE}, where {which}, and the vocabulary is "
-            f"{settings.model.vocab_size} ({here}): pass the folder of a tokenizer as data.tokenizer (--set "
-            f"data.tokenizer=FOLDER),{remedy} or give token numbers in a .npy file as data.path"
-        )
+    if not _is_numbers(data):
+        check_bytes(settings.model.vocab_size, settings.start)
     return None
 
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from array import array
 from collections import Counter
@@ -300,8 +301,10 @@ def _joined(arrays: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
 def _chunks(source: Source, tokenizer: Any, options: Options, workers: int) -> Generator[Chunk]:
     reader = RecordReader(tokenizer, train_on=options.train_on)
     dataset = _Chunks(source, reader, token_dtype(tokenizer), options.seq)
-    started = _alone if workers else None
-    loader = DataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=_as_is, worker_init_fn=started)
+    more: dict[str, Any] = {"num_workers": workers, "worker_init_fn": _alone} if workers else {}
+    if workers and sys.platform == "linux":  # from Python 3.14 on, others would import the caller's program again
+        more["multiprocessing_context"] = "fork"
+    loader = DataLoader(dataset, batch_size=None, collate_fn=_as_is, **more)
     for chunk in loader:
         if isinstance(chunk, DataError):
             raise chunk

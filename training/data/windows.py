@@ -19,8 +19,6 @@ from .prepare import entropy
 from .prepared import PackedWindows
 
 TEXT_BYTES = 1 << 30  # the limit for the user's text; token numbers suit more data, because they stay on disk
-
-
 _ENTROPY_OF = 1 << 20  # numbers, the first ones
 Paths = str | os.PathLike[str] | tuple[str, ...] | None
 
@@ -80,7 +78,7 @@ def load_tokens(path: Paths, *, seq: int, vocab_size: int, validation: Paths = N
         return Tokens(train, held_out, str(path))
     if path is not None and Path(path).suffix == ".npy":
         return _of_numbers(Path(path), seq, vocab_size)
-    _check_bytes(vocab_size)
+    check_bytes(vocab_size)
     corpus = load_corpus(path, seq=seq, max_bytes=MAX_BYTES if path is None else TEXT_BYTES)
     return Tokens(Windows(corpus.train, seq, vocab_size), Windows(corpus.held_out, seq, vocab_size), corpus.source)
 
@@ -96,12 +94,17 @@ def _one(given: Paths, setting: str) -> str | os.PathLike[str] | None:
     return given[0]
 
 
-def _check_bytes(vocab_size: int) -> None:
+def check_bytes(vocab_size: int, start: str | None = None) -> None:
+    """DataError unless ``vocab_size``, that of the model in the folder ``start`` if there is one, is that of bytes."""
     if vocab_size != VOCAB_SIZE:
+        given = (
+            f"model.vocab_size = {vocab_size}" if start is None else f"start = {start}: a vocabulary of {vocab_size}"
+        )
+        why = "no tokenizer is named" if start is None else "that folder has no tokenizer"
+        remedy = f" or set model.vocab_size = {VOCAB_SIZE}," if start is None else ""
         raise DataError(
-            f"model.vocab_size = {vocab_size}: text is read as bytes, a vocabulary of {VOCAB_SIZE}; set "
-            "model.vocab_size = 256, pass the folder of a tokenizer as data.tokenizer, or give a .npy file of token "
-            "numbers as data.path"
+            f"{given}, but where {why} text is read as bytes, a vocabulary of {VOCAB_SIZE}; pass the folder of a "
+            f"tokenizer (--set data.tokenizer=FOLDER),{remedy} or give token numbers in a .npy file as data.path"
         )
 
 
@@ -109,7 +112,7 @@ def _whole(path: str | os.PathLike[str] | None, seq: int, vocab_size: int) -> Wi
     """All windows of ``path``."""
     if path is not None and Path(path).suffix == ".npy":
         return Windows(_numbers(Path(path)), seq, vocab_size)
-    _check_bytes(vocab_size)
+    check_bytes(vocab_size)
     return Windows(load_text(path, max_bytes=MAX_BYTES if path is None else TEXT_BYTES), seq, vocab_size)
 
 
