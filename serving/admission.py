@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Sequence
 
 from ..kernels.runtime.checks import type_name, whole_number
 from .allocator import BlockAllocator
+from .clients import Clients
 from .guiding import Guides
-from .request import QueueFull, Request, SequenceState
+from .request import MAX_ANSWERS, QueueFull, Request
 
 
 class Admission:
@@ -54,32 +56,40 @@ class Admission:
                 + (cache if self._max_model_len == blocks * size + 1 else "")
             )
 
-    def check_queue(self, request: Request, queued: Iterable[SequenceState], together: Collection[int] = ()) -> None:
-        """Raise QueueFull if the request would have to wait and the queue has no room for it.
+    def check_queue(self, requests: Sequence[Request], clients: Clients) -> None:
+        """Raise QueueFull if ``requests``, which come together, would have to wait and the queue has no room for them.
 
-        A queue that holds only requests numbered in ``together`` does not make it wait.
+        A full queue admits a client up to its share, which is the limit over the number of waiting clients. If nothing
+        of the client waits, it admits up to MAX_ANSWERS answers, while the share is at least 1. So a limit of L bounds
+        all answers by L * (1 + ln(L) + MAX_ANSWERS) for any number of clients.
         """
-        if self._requests is None and self._tokens is None:
+        if not clients.answers:
             return
-        waiting = list(queued)
-        if all(each.number in together for each in waiting):
-            return
-        held, asked = sum(map(_left, waiting)), _most(request, request.n)
-        count = len({each.number for each in waiting})
-        if count and self._requests is not None and count >= self._requests:
-            raise QueueFull(f"{count} requests wait, and max_queued_requests={self._requests}: send this one later")
-        if count and self._tokens is not None and held + asked > self._tokens:
-            raise QueueFull(
-                f"{count} requests of {held} tokens wait, this one has {asked} (prompt and max_new_tokens), and "
-                f"max_queued_tokens={self._tokens}: send it later"
-            )
+        answers, tokens = Counter[str](), Counter[str]()
+        for request in requests:
+            answers[request.client] += request.n
+            tokens[request.client] += len(request.prompt) + request.n * request.max_new_tokens
+        total, total_tokens = clients.answers, clients.tokens
+        for name, asked in answers.items():
+            held, held_tokens = clients.queued(name)
+            sharing = clients.queueing + (not held)
+            first = not held and asked <= MAX_ANSWERS
+            if not _fits(self._requests, total, held, asked, sharing, first):
+                raise QueueFull(
+                    f"{total} answers wait, this request has {asked}, and max_queued_requests={self._requests}: send "
+                    "it later"
+                )
+            if not _fits(self._tokens, total_tokens, held_tokens, tokens[name], sharing, first):
+                raise QueueFull(
+                    f"{total} answers of {total_tokens} tokens wait, this request has {tokens[name]} (prompt and "
+                    f"max_new_tokens), and max_queued_tokens={self._tokens}: send it later"
+                )
+            total, total_tokens = total + asked, total_tokens + tokens[name]
 
 
-def _most(request: Request, answers: int) -> int:
-    """The largest number of tokens of its prompt and that many answers together."""
-    return len(request.prompt) + answers * request.max_new_tokens
-
-
-def _left(sequence: SequenceState) -> int:
-    """The tokens of a waiting sequence: of all its request's answers before the first token, of one after it."""
-    return _most(sequence.request, 1 if sequence.generated else sequence.request.n)
+def _fits(limit: int | None, total: int, held: int, asked: int, sharing: int, first: bool) -> bool:
+    """Whether a queue of ``total`` with ``limit`` has room for a client that holds ``held`` of it and asks for more."""
+    if limit is None or total + asked <= limit:
+        return True
+    share = limit // sharing
+    return held + asked <= share or (first and share > 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import sys
 import threading
 import time
 import weakref
@@ -26,6 +27,8 @@ from .request import Finish, Request, TokenEvent
 from .stats import EngineLoad, EngineStats
 
 _RETRIES = 1  # the engine's contract: after a failed step the next one computes the same tokens one by one
+_TURN = 16  # events that a reader takes before other tasks run
+_SCORED = 400  # bytes of a prompt's token with log-probabilities, about
 _LONGEST_WAIT_S = 3600.0  # conditions accept no timeout as long as a request's may be
 # row_invariance and onednn.serving change state of the whole process, so the steps of several engines take turns.
 _ONE_STEP = threading.Lock()
@@ -33,14 +36,17 @@ _served: weakref.WeakSet[Engine] = weakref.WeakSet()
 _served_lock = threading.Lock()
 
 
+class SlowReader(RuntimeError):
+    """The reader of some answers left more events unread than it may."""
+
+
 class _Stream:
     """The channel of one request from the worker to the task that reads its events."""
 
-    def __init__(self, request: Request, position: int, queue: asyncio.Queue[tuple[_Stream, TokenEvent, bool]]) -> None:
+    def __init__(self, request: Request, position: int, submitted: Submitted) -> None:
         self.request = request
         self.position = position  # its position among those submitted together
-        # (event, whether it is the request's last); at most max_new_tokens + 1 for each answer.
-        self.queue = queue
+        self.submitted = submitted
         self.number: int | None = None  # the engine's number, once added; only the worker uses it
         self.deadline: float | None = None
 
@@ -48,14 +54,18 @@ class _Stream:
 class Submitted:
     """Requests that :meth:`AsyncEngine.submit` has queued: iterate over their events, then :meth:`cancel`.
 
-    Each event comes with its request's position among them: ``async for position, event in submitted``.
+    Each event comes with its request's position among them: ``async for position, event in submitted``. That raises
+    SlowReader, and the requests are cancelled, once more than about ``most_unread`` bytes of events are unread.
     """
 
-    def __init__(self, owner: AsyncEngine, requests: Sequence[Request]) -> None:
+    def __init__(self, owner: AsyncEngine, requests: Sequence[Request], most_unread: int | None = None) -> None:
         self._owner = owner
-        self._queue: asyncio.Queue[tuple[_Stream, TokenEvent, bool]] = asyncio.Queue()
-        self.streams = [_Stream(request, position, self._queue) for position, request in enumerate(requests)]
+        # (request, event, whether it is the request's last); at most max_new_tokens + 1 for each answer.
+        self._queue: asyncio.Queue[tuple[_Stream, TokenEvent, bool] | None] = asyncio.Queue()
+        self.streams = [_Stream(request, position, self) for position, request in enumerate(requests)]
         self._left = len(self.streams)
+        self._most_unread, self._unread = most_unread, 0
+        self._taken = 0  # events that were there already
 
     def __aiter__(self) -> Submitted:
         return self
@@ -63,9 +73,30 @@ class Submitted:
     async def __anext__(self) -> tuple[int, TokenEvent]:
         if not self._left:
             raise StopAsyncIteration
-        stream, event, last = await self._queue.get()
+        if self._queue.qsize():  # then the queue alone would let nothing else run
+            self._taken += 1
+            if self._taken % _TURN == 0:
+                await asyncio.sleep(0)
+        entry = await self._queue.get()
+        if entry is None:
+            self._left = 0
+            raise SlowReader(f"more than {self._most_unread} bytes of the answers wait for their reader")
+        stream, event, last = entry
+        self._unread -= _size(event)
         self._left -= last
         return stream.position, event
+
+    def put(self, stream: _Stream, event: TokenEvent, last: bool) -> None:
+        """Queue an event of ``stream``, in the loop."""
+        self._unread += _size(event)
+        if self._most_unread is not None and self._unread > self._most_unread:
+            self.cancel()
+            while not self._queue.empty():
+                self._queue.get_nowait()
+            self._left, self._unread = 1, -sys.maxsize  # the reader gets the error; later events are dropped
+            self._queue.put_nowait(None)
+        elif self._unread >= 0:
+            self._queue.put_nowait((stream, event, last))
 
     def cancel(self) -> None:
         """Cancel the unfinished requests before the next step; no event follows. A second call does nothing."""
@@ -166,17 +197,17 @@ class AsyncEngine:
         finally:
             submitted.cancel()
 
-    async def submit(self, *requests: Request) -> Submitted:
+    async def submit(self, *requests: Request, most_unread: int | None = None) -> Submitted:
         """Queue ``requests``, all or none. The reader of their events must call ``cancel()`` in the end, also after
         errors.
 
         Raises the errors of :meth:`Engine.add` for any of them.
         """
-        return await self._submit("submit", requests)
+        return await self._submit("submit", requests, most_unread)
 
-    async def _submit(self, name: str, requests: Sequence[Request]) -> Submitted:
+    async def _submit(self, name: str, requests: Sequence[Request], most_unread: int | None = None) -> Submitted:
         self._check_loop(name)
-        submitted = Submitted(self, requests)
+        submitted = Submitted(self, requests, most_unread)
         try:
             await self._ask(name, partial(self._add, submitted.streams))
         except BaseException:  # such as the cancellation of this task
@@ -317,17 +348,11 @@ class AsyncEngine:
                 self._post(_settle, result, value, None)
 
     def _add(self, streams: Sequence[_Stream]) -> None:
-        try:
-            together: set[int] = set()
-            for stream in streams:
-                stream.number = self._engine.add(stream.request, together)
-                together.add(stream.number)
-                self._live[stream.number] = stream
-                if stream.request.timeout_s is not None:  # slightly later than the engine's own deadline
-                    stream.deadline = time.monotonic() + stream.request.timeout_s
-        except Exception:
-            self._leave(streams)
-            raise
+        for stream, number in zip(streams, self._engine.add_all([stream.request for stream in streams])):
+            stream.number = number
+            self._live[number] = stream
+            if stream.request.timeout_s is not None:  # slightly later than the engine's own deadline
+                stream.deadline = time.monotonic() + stream.request.timeout_s
 
     def _leave(self, streams: Sequence[_Stream]) -> None:
         for stream in streams:
@@ -414,4 +439,10 @@ def _settle(future: asyncio.Future[Any], value: Any, error: Exception | None) ->
 
 def _put(found: list[tuple[_Stream, TokenEvent, bool]]) -> None:
     for stream, event, last in found:
-        stream.queue.put_nowait((stream, event, last))
+        stream.submitted.put(stream, event, last)
+
+
+def _size(event: TokenEvent) -> int:
+    """About how many bytes an event takes."""
+    prompt = event.prompt_logprobs
+    return 256 + len(event.text) + 120 * len(event.top_logprobs) + (len(prompt) * _SCORED if prompt else 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -59,11 +59,11 @@ class Engine:
         kv_dtype: of the cache, ``"fp8"`` (e4m3) or ``"int8"`` with a scale for each token and head; None: the model's.
         prefix_caching: whether requests that begin alike share the keys and values of their first full blocks, also
             after the first of them has ended.
-        max_queued_requests, max_queued_tokens: the most requests that wait, and the most tokens of their prompts and
-            answers together. :meth:`add` refuses more with :class:`QueueFull`; a request that finds an empty queue is
-            never refused. None: no limit.
-        max_overtakes: how many later requests of better priority may overtake a request, beside those that it found
-            waiting; ``scheduler.py`` has the exact rule.
+        max_queued_requests, max_queued_tokens: the most answers that wait, and the most tokens of them and their
+            prompts. :meth:`add` refuses more with :class:`QueueFull`, but neither a request that finds an empty queue
+            nor a client with less than its share (``admission.py``). None: no limit.
+        max_overtakes: how many later requests of the same client with better priority may overtake a request, beside
+            those that it found waiting; ``clients.py`` has the exact rule.
         num_host_blocks: blocks in host memory, on every rank, for the keys and values of preempted requests. The engine
             brings these back if that is faster than recomputing them (``host_space.py``).
         enforce_eager: whether the model's own Python runs in every step. Otherwise steps without prefill replay
@@ -160,6 +160,7 @@ class Engine:
             invariant=invariant,
             impl=impl,
         )
+        self.max_queued_requests = max_queued_requests
         self._open = False
         self._leads = model.group.rank == 0
         self._lost: RanksLost | None = None
@@ -179,7 +180,6 @@ class Engine:
         self._next_id = 0
         self._next_sequence = 0
         self._live: dict[int, list[SequenceState]] = {}  # the unfinished answers of each request
-        self._arrivals: list[tuple[int, int]] = []  # heap of (step, id): requests that arrive later
         self._deadlines: list[tuple[float, int]] = []  # heap of (when, id), by time.monotonic()
         self._cancelled: list[TokenEvent] = []  # reported by the next step
         self._one_by_one = False  # whether the next step computes each sequence by itself, to find the one that fails
@@ -328,40 +328,39 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         """The numbers of running answers and of waiting or future ones, and the blocks that they own."""
-        waiting = len(self._scheduler.waiting) + len(self._arrivals)
-        return EngineLoad(
-            len(self._scheduler.running), waiting, self._allocator.used_blocks, self._allocator.num_blocks
-        )
+        clients = self._scheduler.clients
+        waiting = clients.num_waiting + len(clients.coming)
+        return EngineLoad(clients.num_running, waiting, self._allocator.used_blocks, self._allocator.num_blocks)
 
-    def add(self, request: Request, together: Collection[int] = ()) -> int:
+    def add(self, request: Request) -> int:
         """Queue ``request``; returns its number, which its events carry.
-
-        A queue that holds only requests numbered in ``together`` counts as empty.
 
         Raises ValueError, and changes nothing, for a request that cannot be served: an empty or over-long prompt, a
         token outside the vocabulary, more blocks than exist, a field of the wrong type or out of range; QueueFull if
         the engine could serve it later; RanksLost after a rank was lost; RuntimeError on ranks other than 0, and if the
         engine is closed.
         """
+        return self.add_all([request])[0]
+
+    def add_all(self, requests: Sequence[Request]) -> list[int]:
+        """:meth:`add` for each of ``requests``, or for none if one of them raises; the queue's limits count them as
+        one request with all their answers.
+        """
         self._check_open("add")
         self._check_leads("add")
         if self._lost is not None:
             raise self._lost
-        self._admission.check(request)
-        self._admission.check_queue(request, self._queued(), together)
-        number = self._next_id
-        self._next_id += 1
-        self._live[number] = [self._sequence(number, request)]
-        heapq.heappush(self._arrivals, (max(request.arrival, self._clock), number))
-        if request.timeout_s is not None:
-            heapq.heappush(self._deadlines, (time.monotonic() + request.timeout_s, number))
-        return number
-
-    def _queued(self) -> Iterator[SequenceState]:
-        """The sequences that wait or are yet to arrive."""
-        yield from self._scheduler.waiting
-        for _, number in self._arrivals:
-            yield from self._live[number]
+        for request in requests:
+            self._admission.check(request)
+        self._admission.check_queue(requests, self._scheduler.clients)
+        sequences = [self._sequence(number, request) for number, request in enumerate(requests, self._next_id)]
+        self._next_id += len(sequences)
+        for sequence in sequences:
+            self._live[sequence.number] = [sequence]
+            self._scheduler.clients.expect(sequence, max(sequence.request.arrival, self._clock))
+            if (limit := sequence.request.timeout_s) is not None:
+                heapq.heappush(self._deadlines, (time.monotonic() + limit, sequence.number))
+        return [sequence.number for sequence in sequences]
 
     def _sequence(self, number: int, request: Request) -> SequenceState:
         text, stop = self._text(request), request.stops(self.eos_token_ids)
@@ -396,13 +395,8 @@ class Engine:
     def _end(self, number: int, why: Finish, error: Exception | None = None) -> bool:
         """Free a request's blocks and let the next step report its end; False if it has already ended."""
         sequences = self._live.pop(number, [])
-        arrives = any(number == waiting for _, waiting in self._arrivals)
-        if arrives:
-            self._arrivals = [entry for entry in self._arrivals if entry[1] != number]
-            heapq.heapify(self._arrivals)
         for sequence in sequences:
-            if not arrives:
-                self._scheduler.remove(sequence)
+            self._scheduler.remove(sequence)
             if sequence.guide is not None:
                 sequence.guide.leave()
             self._cancelled.append(TokenEvent(number, None, why, error, text=sequence.rest(), index=sequence.index))
@@ -450,20 +444,17 @@ class Engine:
 
     def _arrive(self) -> None:
         """Pass the sequences that have arrived to the scheduler, except those whose guide is still being compiled."""
-        waiting = []
-        while self._arrivals and self._arrivals[0][0] <= self._clock:
-            number = heapq.heappop(self._arrivals)[1]
-            (sequence,) = self._live[number]
+        clients, waiting = self._scheduler.clients, []
+        for sequence in clients.arrived(self._clock):
             if sequence.guide is not None and not sequence.guide.ready:
-                waiting.append(sequence)
+                clients.expect(sequence, self._clock + 1)
+                waiting.append(sequence.guide)
                 continue
             self._scheduler.add(sequence)
             if sequence.guide is not None and (error := sequence.guide.begin()) is not None:
-                self._end(number, "error", error)
-        for sequence in waiting:
-            heapq.heappush(self._arrivals, (self._clock + 1, sequence.number))
-        if waiting and not (self._scheduler.running or self._scheduler.waiting or self._cancelled):
-            wait_for([sequence.guide for sequence in waiting if sequence.guide is not None])
+                self._end(sequence.number, "error", error)
+        if waiting and not (clients.num_running or clients.num_waiting or self._cancelled):
+            wait_for(waiting)
 
     def run(self) -> Iterator[TokenEvent]:
         """Step until no request is left, yielding each event as it comes; requests may be added meanwhile.
@@ -483,9 +474,7 @@ class Engine:
         """
         if self.busy:
             raise RuntimeError("generate: other requests are being served; add() these and read run() instead")
-        for request in requests:
-            self._admission.check(request)
-        numbers = [self.add(request) for request in requests]
+        numbers = self.add_all(requests)
         answers: dict[tuple[int, int], list[int]] = {
             (number, i): [] for number, each in zip(numbers, requests) for i in range(each.n)
         }

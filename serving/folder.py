@@ -20,10 +20,12 @@ from ..parallel.core.mesh import MeshLike, tp_group
 from .engine import KV_DTYPES, Engine
 from .generation import GenerationDefaults, eos_token_ids
 from .models import ServableModel, as_servable, bare
+from .printable import printable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_CACHE_GIB = 1.0
 _SMALLER = "--kv-dtype fp8 or int8, and more ranks"
+_TOLD = 20  # of the tokens that end answers, at start-up
 _GPU_SHARE = 0.85  # the cache's share of the memory left beside the model: steps need some as well
 
 
@@ -155,15 +157,21 @@ def _generation(options: FolderOptions, model: ServableModel, tokenizer: Any) ->
 
 
 def _generation_words(options: FolderOptions, found: GenerationDefaults, tokenizer: Any) -> str:
-    ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(each)} ({each})" for each in sorted(found.eos_token_ids))
+    ends = ", ".join(
+        f"{printable(tokenizer.convert_ids_to_tokens(each))} ({each})" for each in sorted(found.eos_token_ids)[:_TOLD]
+    )
+    if (more := len(found.eos_token_ids) - _TOLD) > 0:
+        ends += f" and {more:,} more"
     said = f"answers end at {ends}" if ends else "no token ends an answer"
     if (own := tokenizer.eos_token_id) is not None and own not in found.eos_token_ids:
-        said += f", and not at the tokenizer's {tokenizer.eos_token} ({own}), which the model's files do not name"
+        text = printable(tokenizer.eos_token)
+        said += f", and not at the tokenizer's {text} ({own}), which the model's files do not name"
     if words := found.words():
-        source = "" if options.generation_config == "auto" else f"{options.generation_config}/"
-        said += f"; defaults of requests, by {source}{GENERATION}: {', '.join(words)} (--generation-config vllm: none)"
+        source = "" if options.generation_config == "auto" else f"{printable(options.generation_config)}/"
+        told = ", ".join(printable(each) for each in words)
+        said += f"; defaults of requests, by {source}{GENERATION}: {told} (--generation-config vllm: none)"
     if found.ignored:
-        ignored = ", ".join(f"{name}={value}" for name, value in found.ignored.items())
+        ignored = ", ".join(f"{printable(name)}={printable(value)}" for name, value in found.ignored.items())
         said += f"\nwarning: {GENERATION} has {ignored}, which this engine does not have: its answers differ"
     return said
 

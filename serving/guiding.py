@@ -69,7 +69,7 @@ class GuideState:
         self.guides = guides
         self.matcher: Any = None
         self.compiled = compiled
-        self.ends = frozenset(ends)
+        self.ends = ends if isinstance(ends, frozenset) else frozenset(ends)
         compiled.users.add(self)
 
     @property
@@ -118,11 +118,10 @@ class GuideState:
     @functools.cached_property
     def end_words(self) -> np.ndarray:
         """The packed mask [ceil(V / 32)] uint32 of the tokens that may follow a complete answer only."""
-        words = np.zeros(self.guides.words, np.uint32)
-        for token in self.ends:
-            if 0 <= token < self.guides.vocab_size:
-                words[token // 32] |= np.uint32(1 << token % 32)
-        return words
+        bits = np.zeros(self.guides.words * 32, np.uint8)
+        ends = np.fromiter(self.ends, np.int64, len(self.ends))
+        bits[ends[(ends >= 0) & (ends < self.guides.vocab_size)]] = 1
+        return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
 class Guides:

@@ -36,7 +36,7 @@ def event_of(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:
         try:
             finish, text = sequence.accept(new.token)
             scored = sequence.generated == 1 and sequence.request.sampling.prompt_logprobs is not None
-            scores = tuple(sequence.prompt_scores) if scored and not sequence.index else None
+            scores = sequence.prompt_scores if scored and not sequence.index else None
             drawn = new.token, finish, None, new.logprob, new.top_logprobs
             reason = sequence.stop_reason if finish == "stop" else None
             return TokenEvent(sequence.number, *drawn, text, scores, sequence.index, reason)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.runtime import dispatch
-from .request import ScoredToken
 from .scheduler import Chunk
 
 _ELEMENTS = 1 << 21  # logits in fp64 at a time: 16 MiB
@@ -52,12 +51,10 @@ def _score(chunk: Chunk, first: int, logits: torch.Tensor) -> None:
     sequence = chunk.sequence
     most = min(sequence.request.sampling.prompt_logprobs or 0, logits.shape[1])
     assert first == len(sequence.prompt_scores), "a prompt's tokens are scored in their order"
-    following = sequence.request.prompt[first + 1 :]
+    following = sequence.request.prompt[first + 1 : first + 1 + len(logits)]
     block = 1 if dispatch.row_by_row(logits) else max(1, _ELEMENTS // logits.shape[1])
     for start in range(0, len(logits), block):
         scores = logits[start : start + block].double().log_softmax(-1)
         tokens = following[start : start + len(scores)]
-        own = scores.gather(1, torch.tensor(tokens).to(scores.device).unsqueeze(1)).squeeze(1).tolist()
-        best = scores.topk(most)
-        tops = [tuple(zip(*each)) for each in zip(best.indices.tolist(), best.values.tolist())]
-        sequence.prompt_scores += map(ScoredToken, tokens, own, tops)
+        own = scores.gather(1, torch.tensor(tokens).to(scores.device).unsqueeze(1)).squeeze(1)
+        sequence.prompt_scores.extend(tokens, own, scores.topk(most))

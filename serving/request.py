@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import operator
 import sys
+from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
 
 from .guiding import GuideState
-from .sampling_params import SamplingParams
+from .logit_changes import LogitChanges
+from .sampling_params import SamplingParams, plain
 from .text import AnswerText
 
 Finish = Literal["length", "stop", "cancelled", "timeout", "error"]
@@ -43,6 +47,7 @@ class Request:
             the token that completes the first of them.
         include_stop_str_in_output: whether the answer's text includes the stop string.
         n: the number of answers. They share the prompt's keys and values; answer i draws with ``sampling.seed + i``.
+        client: the client's name. Waiting clients get equal turns, and ``priority`` orders the requests of one client.
     """
 
     prompt: Sequence[int]
@@ -57,16 +62,19 @@ class Request:
     include_stop_str_in_output: bool = False
     n: int = 1
     ignore_eos: bool = False
+    client: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _copied(self.prompt, tuple))
-        object.__setattr__(self, "stop", _copied(self.stop, frozenset))
+        object.__setattr__(self, "stop", token_set(self.stop))
         if isinstance(self.stop_strings, Collection) and not isinstance(self.stop_strings, (str, bytes)):
-            object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+            texts = tuple(self.stop_strings)
+            object.__setattr__(self, "stop_strings", tuple(dict.fromkeys(texts)) if _texts(texts) else texts)
 
     def stops(self, eos_token_ids: Collection[int]) -> frozenset[int]:
         """The tokens that end an answer of a model with these end-of-sequence tokens."""
-        return frozenset(self.stop) if self.ignore_eos else frozenset(self.stop).union(eos_token_ids)
+        stop = self.stop if isinstance(self.stop, frozenset) else frozenset(self.stop)
+        return stop if self.ignore_eos or stop.issuperset(eos_token_ids) else stop.union(eos_token_ids)
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError for a field of the wrong type or out of range for any engine."""
@@ -74,12 +82,12 @@ class Request:
         _check_tokens("stop", self.stop)
         if not self.prompt:
             raise ValueError("prompt is empty: expected at least one token to continue from")
-        for position, token in enumerate(self.prompt):
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"prompt[{position}] is {token}: expected 0 to {vocab_size - 1}; does the tokenizer belong to this "
-                    "model?"
-                )
+        if not 0 <= min(self.prompt) <= max(self.prompt) < vocab_size:
+            position = next(at for at, token in enumerate(self.prompt) if not 0 <= token < vocab_size)
+            raise ValueError(
+                f"prompt[{position}] is {self.prompt[position]}: expected 0 to {vocab_size - 1}; does the tokenizer "
+                "belong to this model?"
+            )
         for name in ("max_new_tokens", "priority", "arrival", "n"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
@@ -93,11 +101,12 @@ class Request:
                 raise ValueError(f"timeout_s={self.timeout_s!r}: expected a number of seconds, or None")
             if not 0 < self.timeout_s <= sys.float_info.max:
                 raise ValueError(f"timeout_s={self.timeout_s}: expected a positive number of seconds, or None")
-        if not isinstance(self.cache_salt, str):
-            raise ValueError(f"cache_salt={self.cache_salt!r}: expected text")
+        for name in ("cache_salt", "client"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected text")
         if not isinstance(self.stop_strings, tuple):
             raise ValueError(f"stop_strings={self.stop_strings!r}: expected a collection of texts, such as ('\\n\\n',)")
-        for text in self.stop_strings:
+        for text in () if _texts(self.stop_strings) and "" not in self.stop_strings else self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop_strings: one is {text!r}: expected text of at least one character")
         for name in ("include_stop_str_in_output", "ignore_eos"):
@@ -108,15 +117,28 @@ class Request:
         self.sampling.check(vocab_size)
 
 
+class TokenSet(frozenset[int]):
+    """Token ids that need no check of their types, nor a copy."""
+
+
+def token_set(tokens: Any) -> Any:
+    """``tokens`` as a TokenSet, which may be shared by requests. Other values stay, for :meth:`Request.check`."""
+    return tokens if isinstance(tokens, TokenSet) else _copied(tokens, TokenSet)
+
+
 def _copied(tokens: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
     """``tokens`` as a ``kind`` of ints. Other values stay or are copied, for :meth:`Request.check`."""
     if isinstance(tokens, (str, bytes)):
         return tokens
     try:
         tokens = tuple(tokens)
-        return kind(map(_token, tokens))
+        return kind(tokens if plain(tokens) else map(_token, tokens))
     except TypeError:
         return tokens
+
+
+def _texts(values: Collection[Any]) -> bool:
+    return set(map(type, values)) <= {str}
 
 
 def _token(value: Any) -> int:
@@ -131,6 +153,8 @@ def _check_tokens(name: str, tokens: Any) -> None:
         raise ValueError(f"{name}={tokens!r}: expected token ids, not text; encode it with the model's tokenizer")
     if not isinstance(tokens, (tuple, frozenset)):
         raise ValueError(f"{name}={tokens!r}: expected a collection of token ids, such as [{tokens!r}]")
+    if isinstance(tokens, TokenSet) or plain(tokens):
+        return
     try:
         for token in tokens:
             _token(token)
@@ -144,6 +168,49 @@ class ScoredToken(NamedTuple):
     token: int
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...]
+
+
+class PromptScores(Sequence[ScoredToken]):
+    """The scored tokens of a prompt, as arrays: each is made when it is read. Equal to a tuple of them."""
+
+    def __init__(self) -> None:
+        self._tokens, self._likeliest = array("i"), array("i")
+        self._logprobs, self._best = array("d"), array("d")
+
+    def extend(self, tokens: Sequence[int], logprobs: torch.Tensor, tops: torch.return_types.topk) -> None:
+        """Append ``tokens`` with their ``logprobs`` [T] fp64, and the likeliest ones' [T, most], as many for each."""
+        self._tokens.extend(tokens)
+        self._logprobs.frombytes(logprobs.cpu().numpy().tobytes())
+        self._best.frombytes(tops.values.cpu().numpy().tobytes())
+        self._likeliest.frombytes(tops.indices.to(torch.int32).cpu().numpy().tobytes())
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self.__init__()  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> ScoredToken: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[ScoredToken, ...]: ...
+    def __getitem__(self, at: int | slice) -> ScoredToken | tuple[ScoredToken, ...]:
+        if isinstance(at, slice):
+            return tuple(self[each] for each in range(len(self))[at])
+        at = range(len(self))[at]
+        most = len(self._best) // len(self)
+        part = slice(at * most, (at + 1) * most)
+        return ScoredToken(self._tokens[at], self._logprobs[at], tuple(zip(self._likeliest[part], self._best[part])))
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, (PromptScores, tuple)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 @dataclass(frozen=True)
@@ -171,7 +238,7 @@ class TokenEvent:
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     text: str = ""
-    prompt_logprobs: tuple[ScoredToken, ...] | None = None
+    prompt_logprobs: Sequence[ScoredToken] | None = None
     index: int = 0
     stop_reason: int | str | None = None
 
@@ -198,12 +265,16 @@ class SequenceState:
     kept: int = 0
     row: int = -1
     sent: int = 0
+    queued: int = 0  # the answers that it counts for while it waits or is yet to arrive
+    arrives: int | None = None  # the engine's step at which it will arrive
     order: float = 0  # the position of its arrival in the queue
     rank: float = 0  # its priority; better after enough overtakes
-    due: int = 0  # the number of admissions at that point
+    due: int = 0  # the number of its client's admissions at that point
+    turn: float | None = None  # the virtual time for which its client was charged; -inf once it has run
     text: AnswerText | None = None  # if the engine has a tokenizer
     guide: GuideState | None = None  # if its request has one
-    prompt_scores: list[ScoredToken] = field(default_factory=list)  # from its second token on
+    prompt_scores: PromptScores = field(default_factory=lambda: PromptScores())  # from its second token on
+    changes: LogitChanges = field(default_factory=LogitChanges)
     stop: frozenset[int] = frozenset()
 
     @property
@@ -214,7 +285,8 @@ class SequenceState:
     def fork(self, number: int, index: int) -> SequenceState:
         """The ``index``-th answer to the same request, as sequence ``number``, before either has a token."""
         guide = None if self.guide is None else self.guide.fork()
-        return SequenceState(number, self.request, list(self.tokens), self.number, index, guide=guide, stop=self.stop)
+        shared: dict[str, Any] = {"guide": guide, "stop": self.stop, "changes": self.changes.fork()}
+        return SequenceState(number, self.request, list(self.tokens), self.number, index, **shared)
 
     @property
     def generated(self) -> int:

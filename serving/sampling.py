@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +35,12 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
     Raises ValueError if a row's guide allows no token that its request allows.
     """
     params = [sequence.request.sampling for sequence in sequences]
-    reported = _logprobs(logits, sequences)
+    own = logits  # the model's own
     changed = [row for row, each in enumerate(params) if each.penalises or each.logit_bias or each.allowed_tokens]
     if changed:
         logits = logits.clone()
         for row in changed:
-            _change_(logits[row], sequences[row])
+            sequences[row].changes.apply_(logits[row], sequences[row].request, sequences[row].tokens)
     guides = [sequence.guide for sequence in sequences]
     guided = any(guides)
     if guided:
@@ -52,10 +53,9 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
     chosen = tokens.tolist()
     if guided:
         _check_allowed(logits.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist(), sequences)
-    return [
-        Sampled(token) if scores is None else _with_logprobs(token, scores, each.request.sampling.logprobs)
-        for token, scores, each in zip(chosen, reported, sequences)
-    ]
+    reported = {row: each.logprobs for row, each in enumerate(params) if each.logprobs is not None}
+    scored = _scored(own, chosen, reported) if reported else {}
+    return [scored.get(row) or Sampled(token) for row, token in enumerate(chosen)]
 
 
 def _check_allowed(scores: Sequence[float], sequences: Sequence[SequenceState]) -> None:
@@ -106,26 +106,6 @@ def _filtered(weights: torch.Tensor, params: Sequence[Any]) -> torch.Tensor:
     return torch.zeros_like(weights).scatter_(1, order, kept)
 
 
-def _change_(logits: torch.Tensor, sequence: SequenceState) -> None:
-    """Apply a request's allowed tokens, biases and penalties to its logits [V], in place."""
-    params, on = sequence.request.sampling, logits.device
-    if params.allowed_tokens is not None:
-        allowed = torch.tensor(sorted(params.allowed_tokens), device=on)
-        kept = logits[allowed]
-        logits.fill_(float("-inf"))[allowed] = kept
-    if params.logit_bias:
-        at = torch.tensor(list(params.logit_bias), device=on)
-        logits[at] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=on)
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(sequence.tokens)), device=on)
-        scores = logits[seen]
-        logits[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
-    answer = sequence.tokens[len(sequence.request.prompt) :]
-    if answer and (params.presence_penalty or params.frequency_penalty):
-        made, times = torch.tensor(answer, device=on).unique(return_counts=True)
-        logits[made] -= (params.presence_penalty + params.frequency_penalty * times.double()).to(logits.dtype)
-
-
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """A number in [0, 1) [S] fp64 for each pair of a seed and the position of a token in its answer, from 0 on."""
     state = _mixed(torch.tensor([_signed(seed) for seed in seeds]) + _GAMMA)
@@ -148,16 +128,20 @@ def _signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _logprobs(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[torch.Tensor | None]:
-    """The log-probabilities [V] in fp64 for each sequence that asks for them."""
-    found: list[torch.Tensor | None] = [None] * len(sequences)
-    for row, sequence in enumerate(sequences):
-        if sequence.request.sampling.logprobs is not None:
-            found[row] = logits[row].double().log_softmax(-1)
+def _scored(logits: torch.Tensor, tokens: Sequence[int], reported: Mapping[int, int]) -> dict[int, Sampled]:
+    """The chosen token of each row in ``reported`` with its log-probability and those of so many likeliest ones.
+
+    ``logits`` [S, V] are the model's own. Only one row of log-probabilities [V] exists at a time, in fp64.
+    """
+    values, indices = [], []
+    for row, most in reported.items():
+        scores = logits[row].double().log_softmax(-1)
+        best = scores.topk(min(most, len(scores)))
+        values += [scores[tokens[row]].unsqueeze(0), best.values]
+        indices.append(best.indices)
+    every, likeliest = iter(torch.cat(values).tolist()), iter(torch.cat(indices).tolist())
+    found = {}
+    for row, top in zip(reported, indices):
+        logprob = next(every)
+        found[row] = Sampled(tokens[row], logprob, tuple(zip(islice(likeliest, len(top)), islice(every, len(top)))))
     return found
-
-
-def _with_logprobs(token: int, scores: torch.Tensor, most: int | None) -> Sampled:
-    assert most is not None
-    best = scores.topk(min(most, len(scores)))
-    return Sampled(token, float(scores[token]), tuple(zip(best.indices.tolist(), best.values.tolist())))

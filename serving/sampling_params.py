@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens in the answer.
         frequency_penalty: subtracted once for each occurrence of a token in the answer.
         logit_bias: token -> a number added to its logit.
-        allowed_tokens: the only tokens that may be chosen; None: all.
+        allowed_tokens: the only tokens that may be chosen; None: all. Held without repetitions.
         logprobs: the number of likeliest tokens that an event lists with their log-probabilities, beside the chosen
             one's; None: no log-probabilities. They belong to the model's own logits, before the options above.
         prompt_logprobs: the same for the prompt's own tokens from the second one on, in the request's first event. Such
@@ -56,6 +57,16 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     guide: Guide | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "allowed_tokens", _unique(self.allowed_tokens))
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    @functools.cached_property
+    def prepared(self) -> dict[Any, Any]:
+        """What is derived from these options once, for all requests that share them."""
+        return {}
+
     @property
     def penalises(self) -> bool:
         """Whether earlier tokens affect the choice."""
@@ -68,6 +79,8 @@ class SamplingParams:
 
     def check(self, vocab_size: int) -> None:
         """ValueError for a field of the wrong type or out of range."""
+        if self.prepared.get("checked") == vocab_size:
+            return
         largest = sys.float_info.max
         _number("temperature", self.temperature, 0, largest, "0 (greedy) or a positive number")
         _number("top_p", self.top_p, sys.float_info.min, 1, "a number above 0, at most 1")
@@ -85,16 +98,45 @@ class SamplingParams:
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValueError(f"logit_bias={self.logit_bias!r}: expected a dictionary from tokens to numbers")
-            for token, bias in self.logit_bias.items():
-                _whole("logit_bias: a token", token, 0, vocab_size - 1, f"0 to {vocab_size - 1}")
-                _number(f"logit_bias[{token}]", bias, -largest, largest, "a finite number")
+            if not (_inside(self.logit_bias, vocab_size) and _finite(self.logit_bias.values())):
+                for token, bias in self.logit_bias.items():
+                    _whole("logit_bias: a token", token, 0, vocab_size - 1, f"0 to {vocab_size - 1}")
+                    _number(f"logit_bias[{token}]", bias, -largest, largest, "a finite number")
         if self.allowed_tokens is not None:
             if isinstance(self.allowed_tokens, (str, bytes)) or not isinstance(self.allowed_tokens, Collection):
                 raise ValueError(f"allowed_tokens={self.allowed_tokens!r}: expected a collection of token ids")
             if not self.allowed_tokens:
                 raise ValueError("allowed_tokens is empty: expected at least one token, or None for all")
-            for token in self.allowed_tokens:
+            for token in () if _inside(self.allowed_tokens, vocab_size) else self.allowed_tokens:
                 _whole("allowed_tokens: a token", token, 0, vocab_size - 1, f"0 to {vocab_size - 1}")
+        self.prepared["checked"] = vocab_size
+
+
+def plain(tokens: Iterable[Any]) -> bool:
+    """Whether all of ``tokens`` are Python's own integers, found without a look at each from Python."""
+    return set(map(type, tokens)) <= {int}
+
+
+def _unique(tokens: Any) -> Any:
+    """``tokens`` once each, in their order, immutable. Other values stay, for :meth:`SamplingParams.check`."""
+    if isinstance(tokens, (range, str, bytes)) or not isinstance(tokens, Collection) or not plain(tokens):
+        return tokens
+    return frozenset(tokens) if isinstance(tokens, Set) else tuple(dict.fromkeys(tokens))
+
+
+def _inside(tokens: Collection[Any], vocab_size: int) -> bool:
+    """Whether all of ``tokens`` are plain integers of the vocabulary."""
+    if isinstance(tokens, range):
+        tokens = (tokens[0], tokens[-1]) if tokens else ()
+    return not tokens or (plain(tokens) and 0 <= min(tokens) <= max(tokens) < vocab_size)
+
+
+def _finite(values: Collection[Any]) -> bool:
+    """Whether all of ``values`` are plain finite numbers."""
+    try:
+        return set(map(type, values)) <= {int, float} and all(map(math.isfinite, values))
+    except OverflowError:
+        return False
 
 
 def _number(name: str, value: Any, least: float, most: float, expected: str) -> None:

@@ -4,36 +4,34 @@ Continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal
 step is a list of chunks, each the next tokens of one sequence that are not in the cache. A decode is a chunk of one
 token, so one rule covers both.
 
-- Running sequences come first, then waiting ones, each by priority and then in the order of arrival, within the limits
-  on sequences, blocks and the step's tokens. Every running sequence gets at least one token.
+- Running sequences come first, then waiting ones, within the limits on sequences, blocks and the step's tokens. Clients
+  take turns; each has its sequences by priority and then in the order of arrival (``clients.py``). Every running
+  sequence gets at least one token.
 - Blocks are allocated as tokens are scheduled, not reserved. When they run out, the last running sequence in that order
   frees all of its blocks and waits again; it keeps its tokens, and later recomputes their keys and values or gets them
   back from host memory (``host_space.py``).
 - A sequence is admitted when its tokens fit and every running one could still take a block, so that it is not
   preempted in the next step. It begins with the known blocks of its first tokens (``prefix_cache.py``). The step always
   computes its last token, since the next one follows from it, and all of a prompt with requested log-probabilities.
-- Overtaking by priority is bounded: if W others were waiting when a request arrived, then after W + ``max_overtakes``
-  admissions of others only earlier requests precede it, and no later one takes its blocks.
 
 There is no deadlock: the first running sequence can take the blocks of all others, and the engine refuses a sequence
-that needs more blocks than exist. There is no starvation: the last rule bounds overtaking for any priorities, and equal
-priorities keep the order of arrival.
+that needs more blocks than exist. There is no starvation. Suppose that some sequence never ended, and take the oldest.
+Its client gets turns, since newcomers come behind it in the end; so the sequence runs, or enough of its client's later
+ones overtake it, and it is then the client's first. Once all older ones have ended, it is the first of all.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-from bisect import insort
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 from ..kernels.runtime.checks import whole_number
 from .allocator import BlockAllocator
+from .clients import Clients
 from .host_space import HostSpace
 from .prefix_cache import block_hash, root_hash
-from .request import MAX_ANSWERS, SequenceState
+from .request import SequenceState
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,7 @@ class Copy(NamedTuple):
 
 
 class Scheduler:
-    """Queues and the limits on sequences and tokens, over one :class:`BlockAllocator`.
-
-    ``waiting`` and ``running`` are in the order in which they are served.
+    """The ``clients`` and the limits on sequences and tokens, over one :class:`BlockAllocator`.
 
     ``max_num_seqs`` bounds the running sequences, ``max_num_batched_tokens`` the tokens of a step; it is at least
     ``max_num_seqs``, so that each running sequence advances in every step. ``preemptions`` counts preempted sequences.
@@ -102,8 +98,7 @@ class Scheduler:
         self.allocator = allocator
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: list[SequenceState] = []
-        self.running: list[SequenceState] = []
+        self.clients = Clients(max_overtakes)
         self.preemptions = 0
         self.kept_tokens = 0  # tokens of preempted sequences brought back from host memory
         self.shared_tokens = 0  # tokens of admitted sequences found in the cache
@@ -112,37 +107,20 @@ class Scheduler:
         self._host = HostSpace(0, lambda: 0.0) if host is None else host
         self._copies: list[Copy] = []
         self._prefix_caching = prefix_caching
-        self._max_overtakes = whole_number("max_overtakes", max_overtakes, least=0)
-        self._came = 0  # sequences so far
-        self._admitted = 0
-        self._queued: dict[float, SequenceState] = {}  # the waiting sequences by their order
-        self._oldest: list[tuple[int, float]] = []  # heap of (due, order), including some that wait no longer
+
+    @property
+    def waiting(self) -> list[SequenceState]:
+        """The waiting sequences, client after client."""
+        return self.clients.waiting
+
+    @property
+    def running(self) -> list[SequenceState]:
+        """The running sequences in the order in which they are served."""
+        return self.clients.running
 
     def add(self, sequence: SequenceState) -> None:
-        """Queue ``sequence`` after the others of its priority."""
-        sequence.order = self._came
-        sequence.rank = sequence.request.priority
-        sequence.due = self._admitted + len(self.waiting) + self._max_overtakes
-        self._came += 1
-        self._wait(sequence)
-
-    def _wait(self, sequence: SequenceState) -> None:
-        insort(self.waiting, sequence, key=_place)
-        self._queued[sequence.order] = sequence
-        heapq.heappush(self._oldest, (sequence.due, sequence.order))
-
-    def _promote(self) -> None:
-        """Move the sequence that is due first before all others if it was overtaken often enough, but not before
-        running sequences that arrived earlier.
-        """
-        while self._oldest[0][1] not in self._queued:
-            heapq.heappop(self._oldest)
-        oldest = self._queued[self._oldest[0][1]]
-        if oldest.due <= self._admitted and oldest.rank > _FIRST:
-            for sequence in (oldest, *(each for each in self.running if each.order < oldest.order)):
-                sequence.rank = _FIRST
-            self.waiting.sort(key=_place)
-            self.running.sort(key=_place)
+        """Queue ``sequence`` after the others of its client and priority."""
+        self.clients.add(sequence)
 
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
         """Start ``child``, another answer to the request of ``parent``, which has just computed their prompt.
@@ -150,27 +128,25 @@ class Scheduler:
         The child runs at once, with the parent's blocks, if a row and a block for each running sequence are free.
         Otherwise it waits, and later finds the prompt's full blocks in the cache.
         """
-        child.order, child.rank = parent.order + child.index / (2 * MAX_ANSWERS), parent.rank
-        child.due = self._admitted + len(self.waiting) + self._max_overtakes
+        self.clients.fork(parent, child)
         child.hashes = list(parent.hashes)
-        if len(self.running) == self.max_num_seqs or len(self.running) >= self.allocator.free_blocks:
-            self._wait(child)
+        running = self.clients.num_running
+        if running == self.max_num_seqs or running >= self.allocator.free_blocks:
+            self.clients.wait(child)
             return
         self.allocator.fork(parent.id, child.id)
         child.computed = child.most_computed = parent.computed
         child.published = parent.published
         child.row = self._rows.pop()
-        insort(self.running, child, key=_place)
-        self._admitted += 1
+        self.clients.run(child)
 
     def remove(self, sequence: SequenceState) -> None:
         """Drop ``sequence``, waiting or running, and free its blocks: it is complete or was cancelled."""
-        if self._queued.pop(sequence.order, None) is sequence:
-            self.waiting.remove(sequence)
+        if sequence.queued:
             self._host.release(sequence.id)
         else:
-            self.running.remove(sequence)
             self._leave(sequence)
+        self.clients.remove(sequence)
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, with blocks allocated for all of them; empty if no sequence waits or runs.
@@ -181,9 +157,10 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
         index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            chunk = _next_chunk(sequence, budget - (len(self.running) - index - 1))  # leaves a token for each later one
+        running = self.running  # preemption takes the last one
+        while index < len(running):
+            sequence = running[index]
+            chunk = _next_chunk(sequence, budget - (len(running) - index - 1))  # leaves a token for each later one
             if self._make_room(chunk):
                 chunks.append(chunk)
                 budget -= chunk.length
@@ -194,7 +171,7 @@ class Scheduler:
             assert fits
             chunks.append(chunk)
             budget -= chunk.length
-        assert chunks or not self.waiting, "requests wait and nothing runs: blocks are missing"
+        assert chunks or not self.clients.num_waiting, "requests wait and nothing runs: blocks are missing"
         return chunks
 
     def copies(self) -> list[Copy]:
@@ -223,7 +200,7 @@ class Scheduler:
 
     def new_weights(self) -> None:
         """Discard everything computed so far: running sequences wait again, and no block of it is shared."""
-        while self.running:
+        while self.clients.num_running:
             self._stop_last(keep=False)
         self.weights += 1
         for sequence in self.waiting:
@@ -236,7 +213,7 @@ class Scheduler:
 
     def _stop_last(self, keep: bool = True) -> SequenceState:
         """Preempt the last running sequence and free its blocks; with ``keep`` they may be copied to host memory."""
-        last = self.running.pop()
+        last = self.clients.preempt()
         if keep and last.computed:
             blocks = self.allocator.table(last.id)[: self.allocator.blocks_for(last.computed)]
             out = self._host.keep(last.id, last.computed, blocks)
@@ -244,7 +221,6 @@ class Scheduler:
             self._copies += [Copy(Way.OUT, *pair) for pair in out]
         self._leave(last)
         last.computed = last.published = 0
-        self._wait(last)
         return last
 
     def _leave(self, sequence: SequenceState) -> None:
@@ -253,21 +229,18 @@ class Scheduler:
         self._rows.append(sequence.row)
 
     def _admit(self) -> SequenceState | None:
-        """Admit the head of the queue if the limits allow."""
-        if not self.waiting or len(self.running) == self.max_num_seqs:
+        """Admit the next of the waiting sequences if the limits allow."""
+        if self.clients.num_running == self.max_num_seqs or (sequence := self.clients.head()) is None:
             return None
-        self._promote()
-        sequence = self.waiting[0]
         shared: list[int] = []
         if self._prefix_caching:
             whole = sequence.skippable // self.allocator.block_size
             self._hash(sequence, whole)
             shared = self.allocator.known(sequence.hashes[:whole])
-        if self.allocator.needed(len(sequence.tokens), shared) + len(self.running) > self.allocator.free_blocks:
+        running = self.clients.num_running
+        if self.allocator.needed(len(sequence.tokens), shared) + running > self.allocator.free_blocks:
             return None
-        insort(self.running, self.waiting.pop(0), key=_place)
-        del self._queued[sequence.order]
-        self._admitted += 1
+        self.clients.admit(sequence)
         sequence.row, sequence.sent = self._rows.pop(), 0
         self.allocator.share(sequence.id, shared)
         sequence.published = len(shared)
@@ -311,10 +284,3 @@ def _next_chunk(sequence: SequenceState, budget: int) -> Chunk:
     length = min(missing, budget)
     assert length > 0
     return Chunk(sequence, sequence.computed, length, samples=length == missing)
-
-
-_FIRST = -math.inf  # the rank after enough overtakes
-
-
-def _place(sequence: SequenceState) -> tuple[float, float]:
-    return sequence.rank, sequence.order

@@ -14,9 +14,11 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from ..kernels.runtime.checks import type_name
+from .prefixes import Prefixes
 
 _UNDECIDED = "\ufffd"  # the decoders' replacement for bytes that form no character, or none yet
 _LONG = 32  # tokens of a window; a longer one loses its beginning
+_LONGEST = 64  # tokens of a window that is cut, even within a character
 _LAST = 8  # tokens that may belong to an undecided character; four bytes are enough, the rest is margin
 
 
@@ -83,55 +85,64 @@ class TokenText:
 
     def _shortened(self, before: str) -> str:
         """Drop tokens of a window that completes no piece; return text that became certain by that."""
-        if self._text == before and not before.endswith(_UNDECIDED):
+        if self._text == before and not (before.endswith(_UNDECIDED) and self._decode(self._ids[-1:])):
             self._ids.pop()  # special tokens change nothing
             return ""
         for cut in range(len(self._ids) - 1, len(self._ids) - 1 - _LAST, -1):
             head, tail = self._decode(self._ids[:cut]), self._decode(self._ids[cut:])
             if tail and head + tail == self._text:  # this cuts no character
-                piece = head[self._given :]
-                self._ids, self._last_piece = self._ids[cut:], 0
-                self._text, self._given = tail, max(0, self._given - len(head))
-                return piece
-        return ""
+                break
+        else:
+            if len(self._ids) < _LONGEST:  # else they are bytes that form no text, or tokens without text
+                return ""
+        piece = head[self._given :]
+        self._ids, self._last_piece = self._ids[cut:], 0
+        self._text, self._given = tail, max(0, self._given - len(head))
+        return piece
 
 
 class StopStrings:
     """Finds the first of some ``strings`` in text that arrives in pieces.
 
     The first is the string that is complete first, or the longest of those that end together, so the result does not
-    depend on the pieces. ``found`` is that string. ``included``: the text includes it.
+    depend on the pieces. ``found`` is that string. ``included``: the text includes it. The time is linear in the text,
+    for any number and lengths of strings.
     """
 
     def __init__(self, strings: Collection[str], included: bool = False) -> None:
         self.found: str | None = None
-        self._strings = strings
+        self._strings = tuple(strings)
         self._included = included
-        self._longest = max(map(len, strings), default=0)
-        self._held = ""  # possibly the beginning of a stop string
+        self._prefixes: Prefixes | None = None
+        self._held = 0  # the node of the withheld text, possibly the beginning of a stop string
 
     def push(self, piece: str) -> str:
         """The text that certainly precedes any stop string; none after the first one."""
         if self.found is not None:
             return ""
-        text = self._held + piece
-        ends = [(at + len(each), at) for each in self._strings if (at := text.find(each)) >= 0]
-        if ends:
-            end, start = min(ends)
-            self.found, self._held = text[start:end], ""
-            return text[: end if self._included else start]
-        cut = len(text)
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if any(each.startswith(text[start:]) for each in self._strings):
-                cut = start
+        if not (piece and self._strings):
+            return piece
+        if self._prefixes is None:
+            self._prefixes = Prefixes.of(self._strings)
+        prefixes, before = self._prefixes, self._held
+        if not before and prefixes.begins.isdisjoint(piece):
+            return piece
+        node, length, read = before, 0, prefixes.length(before)
+        for letter in piece:
+            node = prefixes.step(node, letter)
+            read += 1
+            if length := prefixes.complete[node]:
+                self.found, self._held = prefixes.text(node)[-length:], 0
                 break
-        self._held = text[cut:]
-        return text[:cut]
+        else:
+            self._held, length = node, prefixes.length(node)
+        certain = read - (0 if self.found is not None and self._included else length)
+        return prefixes.text(before, certain) + piece[: max(0, certain - prefixes.length(before))]
 
     def flush(self) -> str:
         """The withheld text."""
-        held, self._held = self._held, ""
-        return held
+        held, self._held = self._held, 0
+        return self._prefixes.text(held) if self._prefixes is not None and held else ""
 
 
 class AnswerText:

@@ -18,13 +18,15 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
-from . import answers, chat, completions, errors, history, protocol
+from . import answers, bodies, chat, completions, errors, history, protocol, tokenizing
 from .answers import described
 from .door import Door
 from .errors import ErrorBody
-from .responses import streamed, unless_gone
-from .served import Served
+from .responses import Whole, streamed, unless_gone
+from .served import Caller, Served
 
 _SAMPLE_S = 1.0  # between two points of the live page's plots
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -41,6 +43,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The server is draining, or a rank is lost.",
     }.items()
 }
+_BODIES = (protocol.CompletionRequest, protocol.ChatRequest, protocol.TokenizeRequest, protocol.DetokenizeRequest)
+_SCHEMA = "#/components/schemas/{model}"
 _PAGE = Path(__file__).with_name("page.html")
 
 
@@ -67,29 +71,39 @@ def create_app(served: Served) -> FastAPI:
         responses=_ERRORS,
     )
     errors.install(app)
-    app.add_middleware(Door, options=served.options)
+    app.add_middleware(Door, served=served)
     options = served.options
 
-    @app.post("/v1/completions", tags=["OpenAI"], responses=described(answers.Completion, "text/event-stream"))
-    async def create_completion(body: protocol.CompletionRequest, request: Request) -> Response:
-        """Complete prompts, given as text or tokens."""
-        return await _answer(completions, body, request)
+    def post(path: str, tag: str, kind: type[BaseModel], answer: type[BaseModel], *more: str) -> Any:
+        """A POST endpoint, described with a body of ``kind``; :func:`bodies.read` reads it."""
+        content = {"application/json": {"schema": {"$ref": _SCHEMA.format(model=kind.__name__)}}}
+        return app.post(
+            path,
+            tags=[tag],
+            responses=described(answer, *more),
+            openapi_extra={"requestBody": {"content": content, "required": True}},
+        )
 
-    @app.post("/v1/chat/completions", tags=["OpenAI"], responses=described(answers.Chat, "text/event-stream"))
-    async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
+    @post("/v1/completions", "OpenAI", protocol.CompletionRequest, answers.Completion, "text/event-stream")
+    async def create_completion(request: Request) -> Response:
+        """Complete prompts, given as text or tokens."""
+        return await _answer(completions, await bodies.read(request, protocol.CompletionRequest, served), request)
+
+    @post("/v1/chat/completions", "OpenAI", protocol.ChatRequest, answers.Chat, "text/event-stream")
+    async def create_chat_completion(request: Request) -> Response:
         """Generate the next message of a chat."""
-        return await _answer(chat, body, request)
+        return await _answer(chat, await bodies.read(request, protocol.ChatRequest, served), request)
 
     async def _answer(kind: Any, body: Any, request: Request) -> Response:
         served.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise errors.invalid("stream_options without stream: set stream to true", "stream_options")
-        name, tenant = request.state.request_id, request.state.tenant
+        caller = _caller(request)
         if body.stream:
-            chunks = _counted(served, kind.stream(served, body, name, tenant))
+            chunks = _counted(served, kind.stream(served, body, caller))
             return await streamed(request, chunks, options.send_timeout_s)
         with served.counted():
-            return JSONResponse(await unless_gone(request, kind.complete(served, body, name, tenant)))
+            return Whole(await unless_gone(request, kind.complete(served, body, caller)), options.send_timeout_s)
 
     @app.get("/v1/models", tags=["OpenAI"], responses=described(answers.Models))
     async def list_models() -> dict[str, Any]:
@@ -102,26 +116,17 @@ def create_app(served: Served) -> FastAPI:
         served.check_model(model)
         return _model(served)
 
-    @app.post("/tokenize", tags=["vLLM"], responses=described(answers.Tokens))
-    async def tokenize(body: protocol.TokenizeRequest) -> dict[str, Any]:
+    @post("/tokenize", "vLLM", protocol.TokenizeRequest, answers.Tokens)
+    async def tokenize(request: Request) -> Response:
         """Tokenize a text, or the messages of a chat."""
-        served.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise errors.invalid("expected either prompt or messages", "prompt")
-        if body.messages is not None:
-            tokens = await chat.prompt_of(served, body.messages, body.tools, body.add_generation_prompt)
-        else:
-            tokens = await served.encode(body.prompt or "", body.add_special_tokens)
-        strings = [served.decode([token]) for token in tokens] if body.return_token_strs else None
-        length = served.max_model_len
-        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": strings}
+        body = await bodies.read(request, protocol.TokenizeRequest, served)
+        return Whole(await tokenizing.tokenize(served, body, _caller(request)), options.send_timeout_s)
 
-    @app.post("/detokenize", tags=["vLLM"], responses=described(answers.Text))
-    async def detokenize(body: protocol.DetokenizeRequest) -> dict[str, Any]:
+    @post("/detokenize", "vLLM", protocol.DetokenizeRequest, answers.Text)
+    async def detokenize(request: Request) -> Response:
         """Convert tokens to text."""
-        served.check_model(body.model)
-        served.check_tokens(body.tokens, "tokens")
-        return {"prompt": served.decode(body.tokens)}
+        body = await bodies.read(request, protocol.DetokenizeRequest, served)
+        return Whole(await tokenizing.detokenize(served, body), options.send_timeout_s)
 
     @app.get("/health", tags=["operation"], responses=described(answers.Health))
     async def health() -> Response:
@@ -172,6 +177,11 @@ def create_app(served: Served) -> FastAPI:
 
     _describe(app)
     return app
+
+
+def _caller(request: Request) -> Caller:
+    state = request.state
+    return Caller(state.request_id, state.tenant, getattr(state, "client", ""), state.large)
 
 
 async def _counted(served: Served, chunks: Any) -> Any:
@@ -237,16 +247,21 @@ def _resident() -> int | None:
 
 
 def _describe(app: FastAPI) -> None:
-    """Remove FastAPI's own description of invalid requests, 422, which this server does not send."""
+    """Describe the bodies, which FastAPI does not read, and remove its own description of invalid requests, 422, which
+    this server does not send.
+    """
     described = app.openapi
+    _, bodies = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_SCHEMA)
 
     def openapi() -> dict[str, Any]:
         schema = described()
         for path in schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
         for name in ("HTTPValidationError", "ValidationError"):
-            schema.get("components", {}).get("schemas", {}).pop(name, None)
+            schemas.pop(name, None)
+        schemas |= bodies["$defs"]
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from . import chat, completions, protocol
 from .errors import ApiError, explained, invalid, wrong_body
-from .served import Served
+from .served import Caller, Served
 
 # The beginning of every answer. It identifies an interrupted answer at the end of a file.
 BEGINS = b'{"id": "batch_req_'
@@ -114,5 +114,5 @@ async def _complete(served: Served, line: Mapping[str, Any], name: str) -> dict[
     if asked.stream or asked.stream_options is not None:
         raise invalid("stream: the answers of a batch are whole: omit it", "stream")
     served.check_model(asked.model)
-    found: dict[str, Any] = await kind.complete(served, asked, name, "")
+    found: dict[str, Any] = json.loads(b"".join(await kind.complete(served, asked, Caller(name))))
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
 import json
 import time
@@ -13,10 +15,13 @@ from typing import Any
 from ..guide import Guide
 from ..request import Request, TokenEvent
 from . import protocol, translate
-from .completions import Answer, Answers, finite
+from .completions import Answer, Answers
 from .errors import invalid
-from .served import Served
+from .growing import JsonList, body_of, size_of, with_field
+from .scores import finite
+from .served import Caller, Served
 from .tools import Call, ToolParser, grammar
+from .weights import check_weight
 
 _MOST_CALLS = 8  # calls of a model that must call tools
 
@@ -27,8 +32,14 @@ async def prompt_of(
     tools: Sequence[protocol.Tool] | None,
     begin_answer: bool = True,
     more: dict[str, Any] | None = None,
+    *,
+    large: bool = False,
+    most: int | None = None,
 ) -> list[int]:
-    """The tokens of ``messages`` by the model's chat template. Raises ApiError if that is missing or refuses."""
+    """The tokens of ``messages`` by the model's chat template; that of ``large`` ones runs beside the event loop.
+
+    Raises ApiError if the template is missing or refuses, or for more than ``most`` tokens, by default the context's.
+    """
     if not served.tokenizer.chat_template:
         raise invalid(
             "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
@@ -39,17 +50,38 @@ async def prompt_of(
     own = inspect.signature(served.tokenizer.apply_chat_template).parameters  # such as the template itself
     if clash := {"messages", *own} & set(more or {}):
         raise invalid(f"chat_template_kwargs: {min(clash)} is the server's own", "chat_template_kwargs")
+    most = served.max_model_len if most is None else most
+    served.check_characters(sum(map(_characters, messages)), most)
+    calls = [call.function.arguments for each in messages for call in each.tool_calls or ()]
+    check_weight(served.most_memory, *(each.encode(errors="replace") for each in calls))
+    render = functools.partial(_rendered, served, messages, tools, begin_answer, more or {})
+    return await served.encode(await served.aside(render) if large else render(), False, most)
+
+
+def _characters(message: protocol.Message) -> int:
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+def _rendered(
+    served: Served,
+    messages: Sequence[protocol.Message],
+    tools: Sequence[protocol.Tool] | None,
+    begin_answer: bool,
+    more: dict[str, Any],
+) -> str:
     try:
-        text = served.tokenizer.apply_chat_template(
-            [_plain(each) for each in messages],
-            tools=[each.model_dump(exclude_none=True) for each in tools] if tools else None,
-            tokenize=False,
-            add_generation_prompt=begin_answer,
-            **(more or {}),
+        return str(
+            served.tokenizer.apply_chat_template(
+                [_plain(each) for each in messages],
+                tools=[each.model_dump(exclude_none=True) for each in tools] if tools else None,
+                tokenize=False,
+                add_generation_prompt=begin_answer,
+                **more,
+            )
         )
     except Exception as error:  # templates raise any error
         raise invalid(f"the model's chat template refuses these messages: {error}", "messages") from None
-    return await served.encode(text, False)
 
 
 def _plain(message: protocol.Message) -> dict[str, Any]:
@@ -90,21 +122,22 @@ def _choice_of(body: protocol.ChatRequest) -> tuple[list[protocol.Tool], Guide |
     return tools, Guide.grammar(grammar([(each.function.name, each.function.parameters) for each in tools], most))
 
 
-async def request_of(served: Served, body: protocol.ChatRequest, tenant: str) -> tuple[Request, bool]:
+async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller) -> tuple[Request, bool]:
     """The requests for the engine, and whether tools may be called. Raises ApiError."""
     tools, forced = _choice_of(body)
-    guide = translate.guide(body)
+    guide = translate.guide(served, body)
     if forced is not None and guide is not None:
         raise invalid("a tool has to be called, and response_format asks for another answer", "response_format")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs without logprobs: set logprobs to true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise invalid("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+    served.check_answers(body.n)
+    scores = (body.top_logprobs or 0) if body.logprobs else None
+    form = translate.Form(served, body, caller, scores, forced or guide)
     shown = body.tools if body.tool_choice != "none" else None
-    prompt = await prompt_of(served, body.messages, shown, more=body.chat_template_kwargs)
-    length = translate.length(served, body.max_completion_tokens or body.max_tokens, None, len(prompt))
-    params = translate.sampling(served, body, (body.top_logprobs or 0) if body.logprobs else None, forced or guide)
-    return translate.request(served, body, prompt, length, params, tenant), bool(tools)
+    prompt = await prompt_of(served, body.messages, shown, more=body.chat_template_kwargs, large=caller.large)
+    return form.request(prompt, body.max_completion_tokens or body.max_tokens, None), bool(tools)
 
 
 @dataclass
@@ -114,8 +147,8 @@ class _Message:
     parser: ToolParser | None
     most_calls: int | None = None
     content: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    scores: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[tuple[Call, list[str]]] = field(default_factory=list)  # each with the pieces of its arguments
+    scores: JsonList = field(default_factory=JsonList)
 
     def take(self, event: TokenEvent) -> list[str | Call]:
         """The new pieces of content and of calls."""
@@ -137,46 +170,53 @@ def _messages(body: protocol.ChatRequest, calls: bool, answers: Answers) -> list
     return [_Message(ToolParser() if calls else None, most) for _ in answers.all]
 
 
-async def complete(served: Served, body: protocol.ChatRequest, name: str, tenant: str) -> dict[str, Any]:
-    """The whole answer."""
-    request, calls = await request_of(served, body, tenant)
+async def complete(served: Served, body: protocol.ChatRequest, caller: Caller) -> list[bytes]:
+    """The whole answer, in pieces of its JSON."""
+    request, calls = await request_of(served, body, caller)
     async with Answers(served, [request]) as answers:
         found = _messages(body, calls, answers)
         async for answer, event in answers:
             message = found[answer.index]
+            answers.keep(size_of(event.text))
             for piece in message.take(event):
                 if isinstance(piece, str):
                     message.content.append(piece)
                 elif piece.name is not None:
-                    message.calls.append(_call(piece))
+                    message.calls.append((piece, [piece.arguments]))
                 else:
-                    message.calls[piece.index]["function"]["arguments"] += piece.arguments
+                    message.calls[piece.index][1].append(piece.arguments)
             if body.logprobs:
-                message.scores += _scores(served, event)
-    choices = [_choice(body, answer, message) for answer, message in zip(answers.all, found)]
-    return {**_head(served, name, "chat.completion"), "choices": choices, "usage": answers.usage.json()}
+                size = len(message.scores)
+                for score in _scores(served, event):
+                    message.scores.add(score)
+                answers.keep(len(message.scores) - size)
+    choices = []
+    for answer, message in zip(answers.all, found):
+        await asyncio.sleep(0)
+        choices.append(_choice(body, answer, message))
+    return body_of(_head(served, caller.name, "chat.completion"), choices, answers.usage.json())
 
 
-def _choice(body: protocol.ChatRequest, answer: Answer, message: _Message) -> dict[str, Any]:
+def _choice(body: protocol.ChatRequest, answer: Answer, message: _Message) -> bytes:
     content = "".join(message.content)
     said: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if message.calls:
-        said |= {"content": content or None, "tool_calls": message.calls}
-    return {
+        calls = [_call(Call(call.index, call.name, "".join(pieces))) for call, pieces in message.calls]
+        said |= {"content": content or None, "tool_calls": calls}
+    choice = {
         "index": answer.index,
         "message": said,
-        "logprobs": {"content": message.scores, "refusal": None} if body.logprobs else None,
         "finish_reason": message.finish(answer.finish),
         "stop_reason": answer.stop_reason,
     }
+    scores = b'{"content":%b,"refusal":null}' % message.scores.json() if body.logprobs else b"null"
+    return with_field(choice, "logprobs", scores)
 
 
-async def stream(
-    served: Served, body: protocol.ChatRequest, name: str, tenant: str
-) -> AsyncIterator[dict[str, Any] | None]:
+async def stream(served: Served, body: protocol.ChatRequest, caller: Caller) -> AsyncIterator[dict[str, Any] | None]:
     """The chunks of a stream. The first is None, sent once the request itself is known to be valid."""
-    request, calls = await request_of(served, body, tenant)
-    head = _head(served, name, "chat.completion.chunk")
+    request, calls = await request_of(served, body, caller)
+    head = _head(served, caller.name, "chat.completion.chunk")
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     rest: dict[str, Any] = {"usage": None} if with_usage else {}
 
@@ -237,7 +277,7 @@ def _scores(served: Served, event: TokenEvent) -> list[dict[str, Any]]:
 
 
 def _score(served: Served, token: int, logprob: float | None) -> dict[str, Any]:
-    text = served.decode([token])
+    text = served.piece(token)
     return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
 
 

@@ -8,28 +8,32 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..request import Request, ScoredToken, TokenEvent
+from ..aio import SlowReader
+from ..request import Request, TokenEvent
 from . import protocol, translate
-from .errors import invalid
+from .errors import explained, invalid
+from .growing import body_of, size_of, with_field
 from .metrics import AnswerTimes
-from .served import TOLD, Served, Usage
+from .scores import Scores, logprobs, prompt_scores, top_of
+from .served import TOLD, Caller, Served, Usage
 
-MAX_PROMPTS = 1024  # choices of one HTTP request
+_LONG = 256  # more scores of a prompt are written beside the event loop
+_SCORE = 32  # bytes of a token and its log-probability in an answer's JSON
 USUAL_TOKENS = 16  # of an answer, by OpenAI's API
 
 
 @dataclass
 class Answer:
-    """One choice during generation: the text so far, and where the next chunk begins."""
+    """One choice during generation. ``text`` and ``scores`` are those of an answer that is not streamed."""
 
     prompt: int  # its position among the prompts
     index: int
     times: AnswerTimes
-    text: str = ""
+    text: list[str] = field(default_factory=list)
+    scores: Scores | None = None
     offset: int = 0  # of the next token's text, for streamed log-probabilities
     finish: str | None = None
     stop_reason: int | str | None = None
-    events: list[TokenEvent] = field(default_factory=list)
 
     def end(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.finish, self.stop_reason = reason, stop_reason
@@ -56,6 +60,7 @@ class Answers:
             for index in range(each.n)
         ]
         self._held: list[tuple[int, TokenEvent]] = []  # events received and not taken yet
+        self._bytes = 0  # of an answer that is not streamed
         self._first = [0]
         for each in requests:
             self._first.append(self._first[-1] + each.n)
@@ -67,6 +72,16 @@ class Answers:
     @property
     def usage(self) -> Usage:
         return Usage(sum(len(each.prompt) for each in self._requests), sum(each.times.tokens for each in self.all))
+
+    def keep(self, size: int) -> None:
+        """Count ``size`` more bytes to be held until the end. Raises ApiError above the server's limit."""
+        self._bytes += size
+        if self._bytes > (most := self._served.options.max_answer_bytes):
+            raise invalid(
+                f"the answer has more than {most} bytes (--max-answer-bytes): stream it, or ask for less of n, "
+                "max_tokens or logprobs",
+                code="answer_too_large",
+            )
 
     async def __aenter__(self) -> Answers:
         self._submitted = await self._served.submit(self._requests)
@@ -94,15 +109,17 @@ class Answers:
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, TokenEvent]]:
         for position, event in self._held:
             yield self._take(position, event), event
-        async for position, event in self._submitted:
-            yield self._take(position, event), event
+        try:
+            async for position, event in self._submitted:
+                yield self._take(position, event), event
+        except SlowReader as error:
+            raise explained(error) from error
 
     def _take(self, position: int, event: TokenEvent) -> Answer:
         answer = self.all[self._first[position] + event.index]
         if event.error is not None or event.finish in ("cancelled", "timeout"):
             answer.end("abort" if event.error is None else "error")
             self._served.check(event)
-        answer.text += event.text
         if event.token is not None:
             answer.times.token()
         if event.finish is not None:
@@ -110,70 +127,105 @@ class Answers:
         return answer
 
 
-async def requests_of(served: Served, body: protocol.CompletionRequest, tenant: str) -> list[Request]:
+async def requests_of(served: Served, body: protocol.CompletionRequest, caller: Caller) -> list[Request]:
     """The engine's requests, one for each prompt. Raises ApiError."""
     if body.best_of not in (None, body.n):
         raise invalid(f"best_of={body.best_of} and n={body.n}: answers are not ranked here: omit best_of", "best_of")
     if body.stream and body.echo and body.logprobs is not None:
         raise invalid("echo with logprobs is not streamed: set stream or echo to false", "echo")
-    prompts = await _prompts(served, body)
-    guide = translate.guide(body)
     # With max_tokens=0 the engine still generates one token, and the answer omits it.
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens=0 without echo: expected at least 1", "max_tokens")
-    scores = body.logprobs if body.echo else None
-    params = translate.sampling(served, body, body.logprobs, guide, prompt_logprobs=scores)
-    lengths = [translate.length(served, body.max_tokens, USUAL_TOKENS, len(prompt)) for prompt in prompts]
-    return [
-        translate.request(served, body, prompt, max(1, length), params, tenant)
-        for prompt, length in zip(prompts, lengths)
-    ]
-
-
-async def _prompts(served: Served, body: protocol.CompletionRequest) -> list[list[int]]:
     given: list[Any]
     if isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int)):
         given = [body.prompt]
     else:
         given = list(body.prompt)
-    if not 1 <= len(given) <= MAX_PROMPTS:
-        raise invalid(f"prompt: {len(given)} prompts: expected 1 to {MAX_PROMPTS}", "prompt")
-    found = []
+    if not given:
+        raise invalid("prompt: no prompt: expected one at least", "prompt")
+    served.check_answers(len(given) * body.n)
+    scores = body.logprobs if body.echo else None
+    form = translate.Form(served, body, caller, body.logprobs, translate.guide(served, body), prompt_logprobs=scores)
+    found, asked = [], 0
     for each in given:
         await asyncio.sleep(0)  # lets other requests run
-        tokens = await served.encode(each, body.add_special_tokens) if isinstance(each, str) else list(each)
-        served.check_tokens(tokens, "prompt")
-        found.append(tokens)
+        if not isinstance(each, str):
+            served.check_tokens(each, "prompt")
+        tokens = await served.encode(each, body.add_special_tokens) if isinstance(each, str) else each
+        if scores is not None:
+            asked += len(tokens) * (scores + 1) * body.n
+            _check_scores(served, asked)
+        found.append(form.request(tokens, body.max_tokens, USUAL_TOKENS, least=1))
     return found
 
 
-async def complete(served: Served, body: protocol.CompletionRequest, name: str, tenant: str) -> dict[str, Any]:
-    """The whole answer."""
-    requests = await requests_of(served, body, tenant)
+async def _echoes(served: Served, body: protocol.CompletionRequest, requests: Sequence[Request]) -> list[str]:
+    """The texts of the prompts, if they belong to the answers; else empty ones."""
+    found = []
+    for each in requests:
+        await asyncio.sleep(0)
+        found.append(await served.text(each.prompt) if body.echo else "")
+    return found
+
+
+def _check_scores(served: Served, scores: int) -> None:
+    if scores * _SCORE > (most := served.options.max_answer_bytes):
+        raise invalid(
+            f"echo with logprobs asks for {scores} log-probabilities: an answer has at most {most} bytes "
+            "(--max-answer-bytes); lower logprobs or n, or send a shorter prompt",
+            "logprobs",
+            "answer_too_large",
+        )
+
+
+async def complete(served: Served, body: protocol.CompletionRequest, caller: Caller) -> list[bytes]:
+    """The whole answer, in pieces of its JSON."""
+    requests = await requests_of(served, body, caller)
+    echoed = await _echoes(served, body, requests)
+    before: list[Scores | None] = [None] * len(requests)  # of the prompts' tokens
     async with Answers(served, requests) as answers:
+        answers.keep(body.n * sum(map(size_of, echoed)))
         async for answer, event in answers:
+            if event.prompt_logprobs is not None:  # in a prompt's first event; all of its answers show them
+                prompt = requests[answer.prompt].prompt
+                work = (prompt_scores, served, prompt, event.prompt_logprobs)
+                found = (
+                    await served.aside(*work)
+                    if len(prompt) * (body.logprobs or 1) > _LONG
+                    else prompt_scores(*work[1:])
+                )
+                before[answer.prompt] = found
+                answers.keep(body.n * len(found))
+            if body.max_tokens == 0:
+                continue
+            answer.text.append(event.text)
+            answers.keep(size_of(event.text))
             if body.logprobs is not None:
-                answer.events.append(event)
-    # A prompt's first event carries its scores, which all of its answers show.
-    scores = {
-        answer.prompt: event.prompt_logprobs
-        for answer in answers.all
-        for event in answer.events
-        if event.prompt_logprobs is not None
-    }
-    choices = [
-        _choice(served, body, requests[answer.prompt], answer, answers.number(answer), scores.get(answer.prompt, ()))
-        for answer in answers.all
-    ]
-    return {**_head(served, name), "choices": choices, "usage": _usage(body, answers).json()}
+                if answer.scores is None:
+                    answer.scores = Scores(served, before[answer.prompt])
+                if event.token is not None:
+                    answers.keep(answer.scores.add(event.token, event.logprob, top_of(event)))
+    choices = []
+    for answer in answers.all:
+        await asyncio.sleep(0)
+        choice = {
+            "index": answers.number(answer),
+            "text": echoed[answer.prompt] + "".join(answer.text),
+            "finish_reason": _finish(body, answer.finish),
+            "stop_reason": None if body.max_tokens == 0 else answer.stop_reason,
+        }
+        scores = before[answer.prompt] if answer.scores is None else answer.scores
+        choices.append(with_field(choice, "logprobs", b"null" if scores is None else scores.json()))
+    return body_of(_head(served, caller.name), choices, _usage(body, answers).json())
 
 
 async def stream(
-    served: Served, body: protocol.CompletionRequest, name: str, tenant: str
+    served: Served, body: protocol.CompletionRequest, caller: Caller
 ) -> AsyncIterator[dict[str, Any] | None]:
     """The chunks of a stream. The first is None, sent once the request itself is known to be valid."""
-    requests = await requests_of(served, body, tenant)
-    head = _head(served, name)
+    requests = await requests_of(served, body, caller)
+    echoed = await _echoes(served, body, requests)
+    head = _head(served, caller.name)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     rest: dict[str, Any] = {"usage": None} if with_usage else {}
     begun: set[int] = set()
@@ -182,12 +234,12 @@ async def stream(
         async for answer, event in answers:
             number = answers.number(answer)
             text = "" if body.max_tokens == 0 else event.text
-            if body.echo and number not in begun:
-                text = served.decode(requests[answer.prompt].prompt) + text
+            if number not in begun:
+                text = echoed[answer.prompt] + text
             begun.add(number)
             scores = None
             if body.logprobs is not None:
-                scores = logprobs(served, [event], answer.offset)
+                scores = logprobs(served, event, answer.offset)
                 answer.offset += sum(map(len, scores["tokens"]))
             if text or event.finish is not None or scores is not None:
                 choice = {
@@ -218,71 +270,5 @@ def _head(served: Served, name: str) -> dict[str, Any]:
     }
 
 
-def _choice(
-    served: Served,
-    body: protocol.CompletionRequest,
-    request: Request,
-    answer: Answer,
-    number: int,
-    prompt_scores: Sequence[ScoredToken],
-) -> dict[str, Any]:
-    events, text = ([], "") if body.max_tokens == 0 else (answer.events, answer.text)
-    before = served.decode(request.prompt) if body.echo else ""
-    scores = None
-    if body.logprobs is not None:
-        scores = logprobs(served, events, 0)
-        if body.echo:
-            scores = _echoed(served, request.prompt, prompt_scores, scores)
-    return {
-        "index": number,
-        "text": before + text,
-        "logprobs": scores,
-        "finish_reason": _finish(body, answer.finish),
-        "stop_reason": None if body.max_tokens == 0 else answer.stop_reason,
-    }
-
-
 def _finish(body: protocol.CompletionRequest, why: str | None) -> str | None:
     return "length" if why is not None and body.max_tokens == 0 else why
-
-
-def logprobs(served: Served, events: Sequence[TokenEvent], offset: int) -> dict[str, Any]:
-    """The log-probabilities of generated tokens as OpenAI's object; their text begins at the answer's ``offset``."""
-    found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for event in events:
-        if event.token is None:
-            continue
-        text = served.decode([event.token])
-        _score(served, found, text, event.logprob, [(event.token, event.logprob), *event.top_logprobs], offset)
-        offset += len(text)
-    return found
-
-
-def _score(served: Served, found: dict[str, Any], text: str, logprob: Any, top: Any, offset: int) -> None:
-    found["tokens"].append(text)
-    found["token_logprobs"].append(finite(logprob))
-    likeliest: dict[str, float | None] = {}
-    for token, score in sorted(top or (), key=lambda each: -each[1]):
-        likeliest.setdefault(served.decode([token]), finite(score))  # parts of characters have equal texts
-    found["top_logprobs"].append(None if top is None else likeliest)
-    found["text_offset"].append(offset)
-
-
-def finite(logprob: float | None) -> float | None:
-    """JSON has no infinity: impossible tokens get vLLM's -9999."""
-    return None if logprob is None else max(logprob, -9999.0)
-
-
-def _echoed(served: Served, prompt: Sequence[int], scores: Any, after: dict[str, Any]) -> dict[str, Any]:
-    """Put the prompt's tokens before those of the answer; the first token has no log-probability."""
-    found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    offset = 0
-    first = served.decode(prompt[:1])
-    _score(served, found, first, None, None, 0)
-    offset += len(first)
-    for score in scores:
-        text = served.decode([score.token])
-        _score(served, found, text, score.logprob, [(score.token, score.logprob), *score.top_logprobs], offset)
-        offset += len(text)
-    after["text_offset"] = [offset + each for each in after["text_offset"]]
-    return {name: found[name] + after[name] for name in found}

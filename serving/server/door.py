@@ -1,4 +1,4 @@
-"""The middleware of every request: its id, its key, the size of its body, and a log line at its end."""
+"""The middleware of every request: its id, its Host and key, the size of its body, and a log line at its end."""
 
 from __future__ import annotations
 
@@ -13,24 +13,35 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..printable import printable
 from .errors import ApiError, Json, error_body
 from .errors import log as defects
-from .served import TOLD, ServerOptions
+from .hosts import Hosts, address_of, client_of
+from .served import TOLD, Served
 
 log = logging.getLogger("shardfuse.access")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_SWALLOW_BYTES, _SWALLOW_S, _SILENCE_S = 64 << 20, 5.0, 0.5  # bytes read of a refused body
+_SWALLOW_S, _SILENCE_S = 5.0, 0.5  # in which a refused body is read
+_LOGGED = 200  # characters of a path
 _OPEN = ("/", "/health", "/version", "/metrics", "/stats", "/openapi.json")  # served without a key
 _CLOSE = {"Connection": "close"}  # for a body that is not read to its end
 
 
 class Door:
-    """Middleware around ``app``. It puts ``request_id`` and ``tenant`` into the request's state."""
+    """Middleware around ``app``.
 
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+    It puts into the request's state ``request_id``, ``tenant`` (the cache salt of its key, "" without keys), and
+    ``client``, a name for whoever sends it: its key if there are keys, else its address; "" if that is unknown.
+    """
+
+    def __init__(self, app: ASGIApp, served: Served) -> None:
         self._app = app
-        self._options = options
+        self._metrics = served.metrics
+        self._options = options = served.options
         self._keys = [(key.encode(), hashlib.sha256(key.encode()).hexdigest()[:16]) for key in options.api_keys]
+        self._open = ("/health",) if options.protect_metrics else _OPEN
+        # A web page may send requests to whatever its own name means, but none with a key that it does not know.
+        self._hosts = None if self._keys or options.allowed_hosts is None else Hosts(options.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,12 +63,13 @@ class Door:
             await send(message)
 
         try:
+            self._check_host(headers.get(b"host"), scope.get("server"))
             tenant = self._tenant(scope["path"], headers.get(b"authorization", b""))
-            scope["state"]["tenant"] = tenant
+            scope["state"].update(tenant=tenant, client=self._client(tenant, scope.get("client")))
             length = headers.get(b"content-length", b"")
-            if length.isdigit() and int(length) > self._options.max_body_bytes:
-                await _swallow(receive)
-                raise self._too_large(int(length))
+            if length.isdigit() and (len(length) > 18 or int(length) > self._options.max_body_bytes):
+                await _swallow(receive, self._options.max_body_bytes)
+                raise self._too_large(length.decode()[:18])
             await self._app(scope, self._limited(receive), out)
         except ApiError as error:
             if sent:
@@ -70,11 +82,12 @@ class Door:
             body = error_body(500, f"a defect of the server: {type(error).__name__}")
             await Json(body, 500)(scope, receive, out)
         finally:
+            self._metrics.answered(status)
             seconds = time.monotonic() - began
             told: dict[str, Any] = {
                 "request_id": name,
-                "method": scope["method"],
-                "path": scope["path"],
+                "method": scope["method"][:20],
+                "path": printable(scope["path"], _LOGGED),
                 "status": status,
                 "seconds": round(seconds, 4),
                 **more,
@@ -84,9 +97,29 @@ class Door:
                 logging.DEBUG if quiet else logging.INFO, "%s %s %s", *list(told.values())[1:4], extra={"told": told}
             )
 
+    def _check_host(self, host: bytes | None, server: tuple[str, int | None] | None) -> None:
+        """Raise ApiError for a Host of another server. A request of HTTP/1.0 may have none, and no browser sends it."""
+        if self._hosts is None or host is None:
+            return
+        text = host.decode("latin-1")
+        here = address_of(server[0]) if server else None
+        if self._hosts.allow(text) or (here is not None and Hosts([str(here)]).allow(text)):
+            return
+        raise ApiError(
+            403,
+            f"the Host {printable(text, 100)!r} is none of this server's: call it by its address, or start it with "
+            "--allowed-hosts NAME, or with a key",
+            code="host_not_allowed",
+        )
+
+    def _client(self, tenant: str, address: tuple[str, int] | None) -> str:
+        if self._keys:
+            return f"key:{tenant}" if tenant else ""
+        return f"address:{client_of(address[0])}" if address and address[0] else ""
+
     def _tenant(self, path: str, authorization: bytes) -> str:
         """The client's cache salt: the hash of its key."""
-        if not self._keys or path in _OPEN:
+        if not self._keys or path in self._open:
             return ""
         scheme, _, key = authorization.partition(b" ")
         tenant = None
@@ -103,7 +136,7 @@ class Door:
             )
         return tenant
 
-    def _too_large(self, length: int) -> ApiError:
+    def _too_large(self, length: int | str) -> ApiError:
         return ApiError(
             413,
             f"the body has {length} bytes or more: this server takes {self._options.max_body_bytes} (--max-body-bytes)",
@@ -132,19 +165,19 @@ class Door:
                 complete = not message.get("more_body", False)
                 if taken > self._options.max_body_bytes:
                     if not complete:
-                        await _swallow(receive)
+                        await _swallow(receive, self._options.max_body_bytes)
                     raise self._too_large(taken)
             return message
 
         return limited
 
 
-async def _swallow(receive: Receive) -> None:
-    """Read the rest of a body, up to a limit: a client reads no answer while it sends, and may never see one if the
-    connection is closed meanwhile.
+async def _swallow(receive: Receive, most: int) -> None:
+    """Read the rest of a body, at most ``most`` bytes: a client reads no answer while it sends, and may never see one
+    if the connection is closed meanwhile.
     """
     taken, deadline = 0, time.monotonic() + _SWALLOW_S
-    while taken < _SWALLOW_BYTES and (left := deadline - time.monotonic()) > 0:
+    while taken < most and (left := deadline - time.monotonic()) > 0:
         try:
             message = await asyncio.wait_for(receive(), min(left, _SILENCE_S))
         except asyncio.TimeoutError:

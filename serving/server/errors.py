@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,13 +15,16 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
+from ..aio import SlowReader
 from ..guide import GuideBusy, GuideRefused
 from ..ranks import RanksLost
 from ..request import QueueFull
 
 log = logging.getLogger("shardfuse.server")
 
+GONE = 499  # nginx's status for a client that closed its connection
 INVALID = "invalid_request_error"
+_MESSAGE, _PARAM = 3072, 512  # the most bytes of their JSON: with the rest, an error has at most 4 kB
 _TYPES = {401: "authentication_error", 404: INVALID, 408: "timeout_error", 429: "rate_limit_error"}
 
 
@@ -53,9 +58,18 @@ class ApiError(HTTPException):
 
 
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """The JSON of an :class:`ErrorBody`."""
+    """The JSON of an :class:`ErrorBody`; a long message, which may quote the client, is cut."""
     kind = _TYPES.get(status, INVALID if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    param = None if param is None else _cut(param, _PARAM)
+    return {"error": {"message": _cut(message, _MESSAGE), "type": kind, "param": param, "code": code}}
+
+
+def _cut(text: str, most: int) -> str:
+    """``text``, or its beginning if its JSON takes more than ``most`` bytes."""
+    kept = text[:most]
+    while len(json.dumps(kept)) > most:
+        kept = kept[: len(kept) * 3 // 4]
+    return text if kept == text else f"{kept}..."
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -64,8 +78,8 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def wrong_body(error: ValidationError, body: Any) -> ApiError:
-    """400 for a ``body`` outside HTTP, equal to the answer of :func:`install` for one over HTTP."""
-    message, param = _first([{**each, "loc": ("body", *each["loc"])} for each in error.errors()], body)
+    """400 for a ``body`` that is no object of the expected fields."""
+    message, param = _first(error.errors(include_url=False), body)
     return invalid(message, param)
 
 
@@ -80,6 +94,8 @@ def explained(error: Exception) -> ApiError:
         return error
     if isinstance(error, (QueueFull, GuideBusy)):
         return ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"})
+    if isinstance(error, SlowReader):
+        return ApiError(408, f"the client reads too slowly: {error} (--max-answer-bytes)", code="timeout")
     if isinstance(error, RanksLost):
         return unavailable(str(error), "ranks_lost", 30)
     if isinstance(error, GuideRefused):
@@ -97,20 +113,17 @@ def install(app: FastAPI) -> None:
             body = error.body
         elif error.status_code == 404:
             body = error_body(
-                404, f"there is no {request.url.path}: /openapi.json lists what there is", code="not_found"
-            )
-        elif error.status_code == 400:  # FastAPI's error for a body that its parser gave up
-            body = error_body(
-                400, "the body is no JSON that can be read: expected an object in UTF-8, not nested deeply"
+                404, f"there is no {request.scope['path']}: /openapi.json lists what there is", code="not_found"
             )
         else:
-            body = error_body(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+            body = error_body(error.status_code, f"{request.method} {request.scope['path']}: {error.detail}")
         return Json(body, error.status_code, headers=dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
     async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
-        message, param = _first(error.errors(), error.body)
-        return Json(error_body(400, message, param=param), 400)
+        wrong = error.errors()[0]  # of the path or the query: bodies have their own (bodies.py)
+        name = str(wrong["loc"][-1])
+        return Json(error_body(400, f"{name}: {wrong['msg']}; {shown(wrong.get('input'))} was given", param=name), 400)
 
 
 class Json(JSONResponse):
@@ -127,20 +140,14 @@ def _first(errors: Any, body: Any) -> tuple[str, str | None]:
     """
 
     def weight(error: Any) -> int:
-        return 0 if error["loc"][-1] == "type" else 1 if error["type"] == "extra_forbidden" else 2
+        return 0 if error["loc"][-1:] == ("type",) else 1 if error["type"] == "extra_forbidden" else 2
 
     found = min(errors, key=weight)
-    if found["type"] == "json_invalid":
-        return f"the body is no JSON: {found.get('ctx', {}).get('error', found['msg'])}", None
-    if found["loc"] == ("body",) and not isinstance(body, dict):
-        if isinstance(body, bytes) and body:
-            return "the body is not said to be JSON: send the header 'Content-Type: application/json'", None
-        return f"the body is {_shown(body or None)}: expected a JSON object", None
     path, kinds = _path(found, body)
     if found["type"] == "extra_forbidden":
         return f"{path}: there is no such parameter here; /openapi.json lists what there is", path
     told = [found["msg"][:1].lower() + found["msg"][1:]]
-    given = "nothing" if found["type"] == "missing" else _shown(found.get("input"))
+    given = "nothing" if found["type"] == "missing" else shown(found.get("input"))
     if kinds is not None:  # the value matches none of several allowed kinds
         told = []
         for each in errors:
@@ -148,7 +155,7 @@ def _first(errors: Any, body: Any) -> tuple[str, str | None]:
             if of == kinds:
                 inner = f"at {where[len(kinds) + 1 :]}, " if where != kinds else ""
                 told.append(inner + each["msg"][:1].lower() + each["msg"][1:])
-        path, given = kinds, _shown(_at(body, kinds))
+        path, given = kinds, shown(_at(body, kinds))
     return f"{path or 'the body'}: {', or '.join(dict.fromkeys(told))}; {given} was given", path or None
 
 
@@ -156,7 +163,7 @@ def _path(error: Any, body: Any) -> tuple[str, str | None]:
     """The place of an ``error`` in ``body``, and that of the value with several allowed kinds around it."""
     path: list[str] = []
     kinds, here = None, body
-    *before, last = error["loc"][1:] or ("",)
+    *before, last = error["loc"] or ("",)
     for part in before:
         if (isinstance(here, dict) and part in here) or (isinstance(here, list) and isinstance(part, int)):
             here = here[part]
@@ -177,8 +184,26 @@ def _at(body: Any, path: str) -> Any:
     return body
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."
+def shown(value: Any) -> str:
+    """A JSON ``value`` in an error: at most some hundred characters of it."""
+    return "nothing" if value is None else _SHORT.repr(value)
+
+
+class _Short(reprlib.Repr):
+    """``repr`` of a few parts of a value, in its own order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 100
+        self.maxlevel = 3
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        most = self.maxdict if level else 0
+        parts = [
+            f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}"
+            for key, value in itertools.islice(x.items(), most)
+        ]
+        return "{" + ", ".join([*parts, "..."] if len(x) > most else parts) + "}"
+
+
+_SHORT = _Short()

@@ -20,6 +20,19 @@ _WHOLE_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 4
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _ANSWERS = (1, 2, 5, 10, 20)
 REASONS = ("stop", "length", "abort", "error")
+_REFUSED = {
+    400: "invalid",
+    401: "key",
+    403: "host",
+    404: "not_found",
+    405: "not_found",
+    408: "timeout",
+    413: "too_large",
+    429: "queue_full",
+    499: "gone",
+    503: "unavailable",
+}  # by status; "connections" and "header_timeout" are refused before there is a request
+REFUSALS = (*dict.fromkeys(_REFUSED.values()), "connections", "header_timeout", "error")
 
 
 @dataclass
@@ -55,6 +68,11 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self.ended = {reason: ended.labels(*labels, reason) for reason in REASONS}
+        refused = Counter(
+            "shardfuse:requests_refused", "Requests and connections that ended with an error, by reason.",
+            (*_LABELS, "reason"), registry=self.registry,
+        )  # fmt: skip
+        self.refused = {reason: refused.labels(*labels, reason) for reason in REFUSALS}
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self.request_generation_tokens = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self.params_n = histogram("request_params_n", "Answers that a request asks for.", _ANSWERS)
@@ -91,6 +109,12 @@ class Metrics:
         self._gauges["waiting"].set(load.waiting)
         self._gauges["cache"].set(load.used_blocks / load.num_blocks)
         self._stats = stats
+
+    def answered(self, status: int) -> None:
+        """Count a request whose answer has ``status``, if that is an error's; 0: the client had gone before."""
+        if status == 0 or status >= 400:
+            reason = _REFUSED.get(status or 499, "invalid" if status < 500 else "error")
+            self.refused[reason].inc()
 
     def arrived(self, answers: int, max_tokens: int) -> None:
         """Count a queued request."""

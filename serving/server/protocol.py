@@ -6,22 +6,65 @@ effect on answers are in :class:`Ignored`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..request import MAX_ANSWERS
 from ..sampling_params import MAX_LOGPROBS
 
-Tokens = list[Annotated[int, Field(ge=0)]]
+T = TypeVar("T")
+_MOST = 2**31  # of a number of tokens, or of a token; longer numbers are not written in errors, or not at all
+_MOST_FIELDS = 64  # more than any object here has, or a template has arguments
+
+
+def _first_wrong(right: Callable[[Any], bool]) -> BeforeValidator:
+    """Of a dictionary with a wrong value, that entry alone remains, so that the whole has one error."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict):
+            for key, value in given.items():
+                if not right(value):
+                    return {key: value}
+        return given
+
+    return BeforeValidator(check)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -100 <= value <= 100
+
+
+# A wrong list has one error, that of its first wrong element.
+Many = Annotated[list[T], Field(fail_fast=True)]
+Tokens = Many[Annotated[int, Field(ge=0, lt=_MOST)]]
+Count = Annotated[int, Field(ge=0, lt=_MOST)]
+Positive = Annotated[int, Field(ge=1, lt=_MOST)]
 Stops = str | Annotated[list[str], Field(max_length=16)]
+Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _first_wrong(_is_bias)]
+Texts = Annotated[dict[str, str], _first_wrong(_is_text)]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 
 
 class Strict(BaseModel):
-    """Accepts JSON's types strictly: a text that looks like a number is not one."""
+    """Accepts JSON's types strictly: a text that looks like a number is not one. A few errors describe any body."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, given: Any) -> Any:
+        """Of a thousand unknown fields one remains, which is refused."""
+        if isinstance(given, dict) and len(given) > _MOST_FIELDS:
+            known = {each.alias or name for name, each in cls.model_fields.items()}
+            unknown = next(name for name in given if name not in known)
+            return {name: value for name, value in given.items() if name in known or name == unknown}
+        return given
 
 
 class Ignored(Strict):
@@ -29,7 +72,7 @@ class Ignored(Strict):
 
     user: str | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Texts | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -68,7 +111,7 @@ class StructuredOutputs(Strict):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
 
 
@@ -84,11 +127,11 @@ class Sampled(Ignored):
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Bias | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     response_format: ResponseFormat | None = None
     # vLLM's
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=_MOST)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     stop_token_ids: Tokens | None = None
@@ -103,12 +146,12 @@ class Sampled(Ignored):
 class CompletionRequest(Sampled):
     """``POST /v1/completions``."""
 
-    prompt: str | Tokens | list[str] | list[Tokens]
-    max_tokens: int | None = Field(None, ge=0)
+    prompt: str | Tokens | Many[str] | Many[Tokens]
+    max_tokens: Count | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
-    best_of: int | None = None
+    best_of: Count | None = None
     suffix: None = None
 
 
@@ -130,15 +173,18 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Many[TextPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     # OpenAI's clients send a received message back with all of its fields.
     annotations: None = None
     audio: None = None
     function_call: None = None
+
+
+Messages = Annotated[Many[Message], Field(min_length=1)]
 
 
 class Function(Strict):
@@ -165,15 +211,15 @@ class NamedTool(Strict):
 class ChatRequest(Sampled):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Messages
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST_FIELDS)] | None = None
 
 
 class TokenizeRequest(Strict):
@@ -181,8 +227,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Many[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None

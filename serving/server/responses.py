@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ApiError, error_body, log
+from .errors import GONE, ApiError, error_body, log
 from .served import within
 
 T = TypeVar("T")
-GONE = 499  # nginx's status for a client that closed its connection
+_STALLED = "a client took nothing for %g s: its request is cancelled"
+_SENT = 1 << 18  # bytes of an answer sent at once
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -41,6 +42,31 @@ async def _ended(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Whole(Response):
+    """The JSON in ``pieces``, sent piece by piece, so that a client that reads slowly holds only its own answer."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Sequence[bytes], send_timeout_s: float) -> None:
+        self._pieces = pieces
+        self._send_timeout_s = send_timeout_s
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Content-Length": str(sum(map(len, pieces)))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            for piece in self._pieces:
+                for start in range(0, len(piece), _SENT):
+                    part = piece[start : start + _SENT]
+                    async with within(self._send_timeout_s):
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except asyncio.TimeoutError:
+            log.warning(_STALLED, self._send_timeout_s)
 
 
 class EventStream(Response):
@@ -82,7 +108,7 @@ class EventStream(Response):
                     await out(event)
             await out(b"data: [DONE]\n\n", more=False)
         except asyncio.TimeoutError:
-            log.warning("a client took nothing for %g s: its request is cancelled", self._send_timeout_s)
+            log.warning(_STALLED, self._send_timeout_s)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         try:

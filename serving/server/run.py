@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
-import json
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
 from .app import create_app
+from .connections import HEADERS_BYTES, Connection, Connections
 from .served import Served
 
 log = logging.getLogger("shardfuse.server")
+_SWITCH_S = 0.0005  # after which a thread that waits for the interpreter gets it: each token passes between threads
 _LAST_S = 5.0  # the time from the signal that ends open requests to the end of the process
+_KEPT_S = 30  # without a request on a connection
+_ACCEPTED = 8  # connections accepted between other work; all of them have to fit beside the open files
+_BACKLOG = 1024  # connections that the kernel holds until they are accepted
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -30,8 +34,8 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port < 65536:
         raise ValueError(f"port {port}: expected a number from 0 to 65535")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)  # asyncio sends at once (TCP_NODELAY) where it is named
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
     except OSError as error:
@@ -41,24 +45,39 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-def run(served: Served, listener: socket.socket, *, drain_s: float, started: Callable[[str], object]) -> int:
-    """Serve until SIGTERM or SIGINT, then finish open requests for at most ``drain_s``; return the exit code.
-
-    While it drains, new requests get 503. A second signal ends at once, with exit code 1, as does the end of
-    ``drain_s``. ``started`` is called with the address once the server accepts requests.
-    """
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel drops a connection whose client reads nothing for so long
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(served.options.send_timeout_s * 1000))
-    config = uvicorn.Config(
+def config(served: Served, connections: Connections) -> uvicorn.Config:
+    """uvicorn's settings for the application over ``served``, within the limits of ``connections``."""
+    proxies = list(served.options.trusted_proxies)
+    return uvicorn.Config(
         create_app(served),
+        http=cast(Any, functools.partial(Connection, connections)),
+        ws="none",
+        loop="asyncio",
         log_config=None,
         access_log=False,
         lifespan="on",
         server_header=False,
-        timeout_keep_alive=30,
+        proxy_headers=bool(proxies),  # else uvicorn would believe every client on this machine
+        forwarded_allow_ips=proxies,
+        backlog=_ACCEPTED,
+        timeout_keep_alive=_KEPT_S,
         timeout_graceful_shutdown=int(_LAST_S),  # for connections; all requests have been answered by then
+        h11_max_incomplete_event_size=HEADERS_BYTES,
     )
-    server = _Server(config, served, drain_s, started)
+
+
+def run(served: Served, listener: socket.socket, *, drain_s: float, started: Callable[[str, str], object]) -> int:
+    """Serve until SIGTERM or SIGINT, then finish open requests for at most ``drain_s``; return the exit code.
+
+    While it drains, new requests get 503. A second signal ends at once, with exit code 1, as does the end of
+    ``drain_s``. ``started`` is called with the address and the limits on connections once the server accepts requests.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel drops a connection whose client reads nothing for so long
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(served.options.send_timeout_s * 1000))
+    connections = Connections(served.options, served.metrics)
+    made = config(served, connections)
+    server = _Server(made, served, drain_s, lambda address: started(address, connections.words()))
+    sys.setswitchinterval(_SWITCH_S)
     asyncio.run(server.serve(sockets=[listener]))
     if not server.began:
         return 1
@@ -82,6 +101,8 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         if self.started and sockets:
             self.began = True
+            for each in sockets:
+                each.listen(_BACKLOG)
             # Objects that exist now stay: a garbage collection over all of them would stall every answer.
             gc.collect()
             gc.freeze()
@@ -122,42 +143,3 @@ class _Server(uvicorn.Server):
 
     async def _end_streams(self) -> None:
         await self._served.serve.aclose()  # every open answer ends with an error, so that connections close
-
-
-class JsonLines(logging.Formatter):
-    """A line of JSON for each record: time, level, logger, message, and the record's extra fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "told", {}),
-        }
-        if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-class PlainLines(logging.Formatter):
-    """A readable line for each record: the message, then the extra fields as name=value."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = getattr(record, "told", {})
-        shown = ("request_id", "seconds", "prompt_tokens", "completion_tokens", "finish")
-        more = [f"{name}={told[name]}" for name in shown if name in told]
-        return " ".join([super().formatMessage(record), *more])
-
-
-def log_to_stderr(form: str, level: str) -> None:
-    """Make the server's loggers write to standard error, as "text" or "json"."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else PlainLines())
-    for name in ("shardfuse.server", "shardfuse.access", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.setLevel(level.upper() if name != "uvicorn.error" else "WARNING")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..aio import AsyncEngine, Submitted
 from ..engine import Engine
@@ -16,34 +18,30 @@ from ..ranks import RanksLost
 from ..request import QueueFull, Request, TokenEvent
 from .errors import ApiError, explained, invalid, unavailable
 from .metrics import Metrics
+from .options import ServerOptions
+from .weights import NUMBER
 
 TOLD: ContextVar[dict[str, Any]] = ContextVar("told")  # the extra fields in this HTTP request's log line
 _PROBE_S = 5.0  # how long a probe's result stays valid
-_LONG_TEXT = 20_000  # characters; longer texts are encoded in a thread
+_THREADS = 2  # of the work beside the event loop
+_LONG_TEXT = 8192  # characters; longer texts are encoded beside the event loop
+_LONG = 2048  # tokens; longer lists are decoded there
+_PIECE = 1 << 16  # characters
+_UNREAD = 1 << 20  # bytes of events that may wait for the event loop in any case
+_CUT = 8  # the tokens that a cut may add to those of the whole text
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ServerOptions:
-    """How a server behaves.
-
-    Args:
-        name: of the model, in clients' requests.
-        api_keys: the accepted keys; without any, no key is needed. Requests with different keys never share a prefix in
-            the cache.
-        max_body_bytes: of a request; longer ones are refused with 413.
-        health_timeout_s: how long a step may take before ``/health`` answers 503.
-        request_timeout_s: how long an answer may take; None: no limit.
-        send_timeout_s: how long a client may take to read an answer's pieces, or to send its body.
-        debug: whether to serve ``/debug/leaks``.
+class Caller:
+    """Who sent a request, and how: its ``name`` (X-Request-Id), the client's cache salt and name, and whether its body
+    is ``large``.
     """
 
-    name: str = "model"
-    api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 8 * 1024 * 1024
-    health_timeout_s: float = 60.0
-    request_timeout_s: float | None = None
-    send_timeout_s: float = 60.0
-    debug: bool = False
+    name: str
+    tenant: str = ""
+    client: str = ""
+    large: bool = False
 
 
 class Served:
@@ -80,12 +78,18 @@ class Served:
         self._probe = asyncio.Lock()
         self._lost: RanksLost | None = None
         self._idle = asyncio.Event()
+        self._threads: ThreadPoolExecutor | None = None
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
         """Serve requests within the block."""
-        async with AsyncEngine(self._engine) as self._serve:
-            yield
+        self._threads = ThreadPoolExecutor(_THREADS, "shardfuse-beside")
+        await self.aside(getattr, self, "_longest_token")  # reads the vocabulary
+        try:
+            async with AsyncEngine(self._engine) as self._serve:
+                yield
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def serve(self) -> AsyncEngine:
@@ -96,7 +100,7 @@ class Served:
     async def submit(self, requests: Sequence[Request]) -> Submitted:
         """Queue ``requests``, all or none. Raises ApiError."""
         try:
-            return await self.serve.submit(*requests)
+            return await self.serve.submit(*requests, most_unread=max(_UNREAD, self.options.max_answer_bytes))
         except RanksLost as error:
             self._lost = error
             raise explained(error) from error
@@ -203,30 +207,82 @@ class Served:
 
     # --- text
 
-    async def encode(self, text: str, special: bool) -> list[int]:
-        """The tokens of ``text``, with ``special`` after the usual first tokens. Raises ApiError for invalid text."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can contain a lone surrogate
-            raise invalid(
-                f"{text[error.start]!a} at character {error.start} is half of a surrogate pair, no text"
-            ) from None
+    async def aside(self, work: Callable[..., T], *args: Any) -> T:
+        """``work(*args)``, run beside the event loop: for what takes more than a few milliseconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    async def encode(self, text: str, special: bool, most: int | None = None) -> list[int]:
+        """The tokens of ``text``, with ``special`` after the usual first tokens.
+
+        Raises ApiError for invalid text, and for one of more than ``most`` tokens, by default the context's. That may
+        be known before the text is encoded: from its length and the longest token's, or from its first pieces.
+        """
+        most = self.max_model_len if most is None else most
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # JSON can contain a lone surrogate
+                raise invalid(
+                    f"{text[error.start]!a} at character {error.start} is half of a surrogate pair, no text"
+                ) from None
+        self.check_characters(len(text), most)
         if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self._encode, text, special)
+            return await self.aside(self._encode_long, text, special, most)
+        return self._encode(text, special)
+
+    def check_characters(self, characters: int, most: int) -> None:
+        """Raise ApiError if a text of so many characters has more than ``most`` tokens."""
+        if characters > most * self._longest_token:
+            raise _too_long(-(-characters // self._longest_token), most)
+
+    def _encode_long(self, text: str, special: bool, most: int) -> list[int]:
+        if len(text) > max(most, _PIECE):  # else it has few tokens, however long they are
+            seen = 0
+            for start in range(0, len(text), _PIECE):
+                seen += len(self._encode(text[start : start + _PIECE], False)) - _CUT
+                if seen > most:
+                    raise _too_long(seen, most)
         return self._encode(text, special)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=special))
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token's name, at least as many as in its text."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    async def text(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, special ones included."""
+        return await self.aside(self.decode, tokens) if len(tokens) > _LONG else self.decode(tokens)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """:meth:`text`, at once."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def check_tokens(self, tokens: Iterable[int], param: str) -> None:
+    @functools.cached_property
+    def piece(self) -> Callable[[int], str]:
+        """The text of one token, remembered for the last ones."""
+        return functools.lru_cache(1 << 16)(lambda token: self.decode([token]))
+
+    def check_tokens(self, tokens: Collection[int], param: str) -> None:
         """Raise ApiError for a token outside the vocabulary."""
-        for token in tokens:
-            if token >= self.vocab_size:
-                raise invalid(f"{param}: token {token}: this model has 0 to {self.vocab_size - 1}", param)
+        if tokens and (token := max(tokens)) >= self.vocab_size:
+            raise invalid(f"{param}: token {token}: this model has 0 to {self.vocab_size - 1}", param)
+
+    @property
+    def most_memory(self) -> int:
+        """Bytes that the values of a body may take; a context's tokens come on top."""
+        return (self.options.max_body_memory_mib << 20) + NUMBER * self.max_model_len
+
+    def check_answers(self, answers: int) -> None:
+        """Raise ApiError for more ``answers`` to one request than may wait."""
+        most = self._engine.max_queued_requests
+        if most is not None and answers > most:
+            raise invalid(
+                f"{answers} answers (prompts times n): at most {most} may wait (--max-queued-requests); send several "
+                "requests"
+            )
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for another model's ``name``."""
@@ -237,6 +293,13 @@ class Served:
                 code="model_not_found",
                 param="model",
             )
+
+
+def _too_long(tokens: int, most: int) -> ApiError:
+    return invalid(
+        f"the text has {tokens} tokens or more, and at most {most} are taken: shorten it",
+        code="context_length_exceeded",
+    )
 
 
 @contextlib.asynccontextmanager

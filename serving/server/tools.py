@@ -33,12 +33,16 @@ class Call:
 
 
 class ToolParser:
-    """Splits the text of one answer into content and calls; ``calls`` counts those that have begun."""
+    """Splits the text of one answer into content and calls; ``calls`` counts those that have begun.
+
+    The time is linear in the text: what was read is not read again, except for a few characters of a mark or a head.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
         self._held = ""  # text that is undecided yet
-        self._space = ""  # before a call has begun
+        self._at = 0  # the first character of it that is not read yet
+        self._space: list[str] = []  # read before it: the space before a call, or before more content
         self._state = "content"  # then "head", "arguments", "tail"
         self._value = _Value()
 
@@ -49,15 +53,17 @@ class ToolParser:
         while (piece := self._next()) is not None:
             if piece:
                 found.append(piece)
+        self._held, self._at = self._held[self._at :], 0
         return found
 
     def flush(self) -> list[str | Call]:
         """The rest at the end of the answer; text that did not become a call is content."""
         held, self._held = self._held, ""
         if self._state == "head":
-            return [self._space + BEGIN + held]
+            return ["".join([*self._space, BEGIN, held])]
         if self._state != "content" or (self.calls and not held.strip()):
             return []
+        held, self._space = "".join([*self._space, held]), []
         return [held] if held else []
 
     def _next(self) -> str | Call | None:
@@ -65,48 +71,52 @@ class ToolParser:
         return getattr(self, f"_{self._state}")()
 
     def _content(self) -> str | None:
-        at = self._held.find(BEGIN)
-        if at >= 0:
-            piece = self._held[:at].rstrip()
-            self._space = self._held[len(piece) : at]
-            self._held = self._held[at + len(BEGIN) :]
-            self._state = "head"
-            return piece
-        certain = len(self._held) - _overlap(self._held, BEGIN)
-        piece = self._held[:certain].rstrip()  # space before a call belongs to it
-        self._held = self._held[len(piece) :]
-        return piece or None
+        mark = self._held.find(BEGIN, self._at)
+        end = mark if mark >= 0 else len(self._held) - _overlap(self._held, self._at, BEGIN)
+        read = self._held[self._at : end]
+        piece = read.rstrip()  # space before a call belongs to it
+        space = read[len(piece) :]
+        if piece:
+            piece, self._space = "".join([*self._space, piece]), []
+        if space:
+            self._space.append(space)
+        self._at = end
+        if mark < 0:
+            return piece or None
+        self._at, self._state = end + len(BEGIN), "head"
+        return piece
 
     def _head(self) -> str | Call | None:
-        match = _HEAD.match(self._held, 0, _LONGEST_HEAD)
+        most = self._at + _LONGEST_HEAD
+        match = _HEAD.match(self._held, self._at, most)
         if match is None:
-            end = self._held.find(END, 0, _LONGEST_HEAD)
-            if end < 0 and len(self._held) < _LONGEST_HEAD:
+            end = self._held.find(END, self._at, most)
+            if end < 0 and len(self._held) < most:
                 return None
-            cut = _LONGEST_HEAD if end < 0 else end + len(END)
-            piece, self._held = self._space + BEGIN + self._held[:cut], self._held[cut:]
-            self._state = "content"
+            cut = most if end < 0 else end + len(END)
+            piece = "".join([*self._space, BEGIN, self._held[self._at : cut]])
+            self._at, self._space, self._state = cut, [], "content"
             return piece
-        self._held = self._held[match.end() :]
+        self._at, self._space = match.end(), []
         self._state, self._value = "arguments", _Value()
         self.calls += 1
         return Call(self.calls - 1, match[1], "")
 
     def _arguments(self) -> str | Call | None:
-        if not self._held:
+        if self._at == len(self._held):
             return None
-        length = self._value.take(self._held)
-        piece, self._held = self._held[:length], self._held[length:]
+        start, self._at = self._at, self._value.take(self._held, self._at)
         if self._value.done:
             self._state = "tail"
-        return Call(self.calls - 1, None, piece) if piece else ""
+        return Call(self.calls - 1, None, self._held[start : self._at])
 
     def _tail(self) -> str | None:
-        mark = _MARK.search(self._held)
+        mark = _MARK.search(self._held, self._at)
         if mark is None:
+            self._at = len(self._held) - max(_overlap(self._held, self._at, each) for each in (BEGIN, END))
             return None
-        self._held = self._held[mark.end() :]
-        self._state, self._space = ("content" if mark[0] == END else "head"), ""
+        self._at = mark.end()
+        self._state = "content" if mark[0] == END else "head"
         return ""
 
 
@@ -118,9 +128,10 @@ class _Value:
         self._depth = 0
         self._in_text = self._escaped = False
 
-    def take(self, text: str) -> int:
-        """The number of characters of ``text`` that belong to the object."""
-        for at, letter in enumerate(text):
+    def take(self, text: str, start: int) -> int:
+        """The end of the characters of ``text`` from ``start`` on that belong to the object."""
+        for at in range(start, len(text)):
+            letter = text[at]
             if self._in_text:
                 if self._escaped:
                     self._escaped = False
@@ -140,9 +151,10 @@ class _Value:
         return len(text)
 
 
-def _overlap(text: str, mark: str) -> int:
-    """The length of the longest end of ``text`` that is a beginning of ``mark``."""
-    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
+def _overlap(text: str, start: int, mark: str) -> int:
+    """The length of the longest end of ``text``, from ``start`` on, that is a beginning of ``mark``."""
+    most = min(len(text) - start, len(mark) - 1)
+    return next((size for size in range(most, 0, -1) if mark.startswith(text[-size:])), 0)
 
 
 def grammar(tools: Sequence[tuple[str, dict[str, Any] | None]], most: int) -> str:

@@ -6,98 +6,112 @@ import secrets
 from typing import Any
 
 from ..guide import Guide
-from ..request import Request
+from ..request import Request, token_set
 from ..sampling_params import SamplingParams
 from . import protocol
 from .errors import invalid
-from .served import Served
+from .served import Caller, Served
+from .weights import check_weight
 
 
-def sampling(
-    served: Served, body: protocol.Sampled, logprobs: int | None, guide: Guide | None, **more: Any
-) -> SamplingParams:
-    """The sampling options. Where the request and the model's defaults are silent, the temperature is 1, as in OpenAI's
-    API; the default seed is random.
+class Form:
+    """What all requests of one ``body`` share, checked and prepared once. Raises ApiError.
+
+    Where the body and the model's defaults are silent, the temperature is 1, as in OpenAI's API; the default seed is
+    random.
     """
-    bias: dict[int, float] | None = None
-    if body.logit_bias:
-        bias = {_token("logit_bias", token): value for token, value in body.logit_bias.items()}
-    given = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k is None else max(0, body.top_k),  # vLLM's -1 means all
-        "min_p": body.min_p,
-        "repetition_penalty": body.repetition_penalty,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "allowed_tokens": body.allowed_token_ids,
-        "seed": secrets.randbits(63) if body.seed is None else body.seed,
-    }
-    chosen = {name: value for name, value in given.items() if value is not None}
-    params = {"temperature": 1.0, **served.defaults.sampling, **chosen}
-    return SamplingParams(**params, logit_bias=bias, logprobs=logprobs, guide=guide, **more)
 
+    def __init__(
+        self,
+        served: Served,
+        body: protocol.Sampled,
+        caller: Caller,
+        logprobs: int | None,
+        guide: Guide | None,
+        **more: Any,
+    ) -> None:
+        self._served = served
+        bias: dict[int, float] | None = None
+        if body.logit_bias:
+            bias = {_token("logit_bias", token): value for token, value in body.logit_bias.items()}
+        allowed = None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids)))
+        if allowed == ():
+            raise invalid(
+                "allowed_token_ids is empty: expected one token at least, or null for all", "allowed_token_ids"
+            )
+        stop = frozenset(body.stop_token_ids or ())
+        for name, tokens in (("allowed_token_ids", allowed), ("logit_bias", bias), ("stop_token_ids", stop)):
+            served.check_tokens(tokens or (), name)
+        given = {
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": None if body.top_k is None else max(0, body.top_k),  # vLLM's -1 means all
+            "min_p": body.min_p,
+            "repetition_penalty": body.repetition_penalty,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+            "allowed_tokens": allowed,
+            "seed": secrets.randbits(63) if body.seed is None else body.seed,
+        }
+        chosen = {name: value for name, value in given.items() if value is not None}
+        params = {"temperature": 1.0, **served.defaults.sampling, **chosen}
+        texts = served.defaults.stop_strings if body.stop is None else body.stop
+        texts = (texts,) if isinstance(texts, str) else tuple(texts)
+        if "" in texts:
+            raise invalid("stop: a text of no character: expected at least one", "stop")
+        self._fields: dict[str, Any] = {
+            "stop": token_set(stop if body.ignore_eos else stop.union(served.stop_ids)),
+            "sampling": SamplingParams(**params, logit_bias=bias, logprobs=logprobs, guide=guide, **more),
+            "priority": body.priority,
+            "timeout_s": served.options.request_timeout_s,
+            "cache_salt": f"{caller.tenant}/{body.cache_salt or ''}",
+            "stop_strings": texts,
+            "include_stop_str_in_output": body.include_stop_str_in_output,
+            "n": body.n,
+            "ignore_eos": body.ignore_eos,
+            "client": caller.client,
+        }
 
-def length(served: Served, asked: int | None, usual: int | None, prompt: int) -> int:
-    """The most tokens of an answer: those asked for, or by the model's defaults, or the interface's ``usual`` number,
-    or all that there is room for; only the first may be too many.
-    """
-    room = max(1, served.max_model_len - prompt)
-    return min(room, served.defaults.length(room if usual is None else usual, prompt)) if asked is None else asked
+    def request(self, prompt: list[int], asked: int | None, usual: int | None, least: int = 0) -> Request:
+        """The request for ``prompt``.
+
+        The most tokens of its answer are those ``asked`` for, or by the model's defaults, or the interface's ``usual``
+        number, or all that there is room for; only the first may be too many, which raises ApiError.
+        """
+        if not prompt:
+            raise invalid("the prompt has no token: expected one at least", "prompt")
+        served = self._served
+        room = max(1, served.max_model_len - len(prompt))
+        length = asked
+        if length is None:
+            length = min(room, served.defaults.length(room if usual is None else usual, len(prompt)))
+        length = max(least, length)
+        if (total := len(prompt) + length) > served.max_model_len:
+            limit = f"this model's context is {served.max_model_len} tokens"
+            if served.max_model_len < served.max_positions:
+                limit = (
+                    f"this server takes {served.max_model_len} tokens of the model's context of {served.max_positions}"
+                )
+            raise invalid(
+                f"{limit}, and {total} were asked for: {len(prompt)} of the prompt and {length} of the answer; shorten "
+                "either",
+                code="context_length_exceeded",
+            )
+        made = Request(prompt, max_new_tokens=length, **self._fields)
+        try:
+            made.check(served.vocab_size)
+        except ValueError as error:
+            raise invalid(str(error)) from None
+        return made
 
 
 def _token(param: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()) or len(text) > 12:
-        raise invalid(f"{param}: {text!r} is no token: expected a whole number", param)
+        raise invalid(f"{param}: {text[:100]!r} is no token: expected a whole number", param)
     return int(text)
 
 
-def request(
-    served: Served, body: protocol.Sampled, prompt: list[int], max_tokens: int, params: SamplingParams, tenant: str
-) -> Request:
-    """Raises ApiError if prompt and answer are too long for the model or the cache."""
-    if not prompt:
-        raise invalid("the prompt has no token: expected one at least", "prompt")
-    total = len(prompt) + max_tokens
-    if total > served.max_model_len:
-        limit = f"this model's context is {served.max_model_len} tokens"
-        if served.max_model_len < served.max_positions:
-            limit = f"this server takes {served.max_model_len} tokens of the model's context of {served.max_positions}"
-        raise invalid(
-            f"{limit}, and {total} were asked for: {len(prompt)} of the prompt and {max_tokens} of the answer; shorten "
-            "either",
-            code="context_length_exceeded",
-        )
-    given = served.defaults.stop_strings if body.stop is None else body.stop
-    stop = [given] if isinstance(given, str) else given
-    if "" in stop:
-        raise invalid("stop: a text of no character: expected at least one", "stop")
-    served.check_tokens(body.allowed_token_ids or (), "allowed_token_ids")
-    if body.allowed_token_ids == []:
-        raise invalid("allowed_token_ids is empty: expected one token at least, or null for all", "allowed_token_ids")
-    served.check_tokens(params.logit_bias or (), "logit_bias")
-    ends = frozenset() if body.ignore_eos else served.stop_ids
-    made = Request(
-        prompt,
-        max_new_tokens=max_tokens,
-        stop=ends.union(body.stop_token_ids or ()),
-        sampling=params,
-        priority=body.priority,
-        timeout_s=served.options.request_timeout_s,
-        cache_salt=f"{tenant}/{body.cache_salt or ''}",
-        stop_strings=stop,
-        include_stop_str_in_output=body.include_stop_str_in_output,
-        n=body.n,
-        ignore_eos=body.ignore_eos,
-    )
-    try:
-        made.check(served.vocab_size)
-    except ValueError as error:
-        raise invalid(str(error)) from None
-    return made
-
-
-def guide(body: protocol.Sampled) -> Guide | None:
+def guide(served: Served, body: protocol.Sampled) -> Guide | None:
     """The guide from ``response_format`` or ``structured_outputs``. Raises ApiError for both at once."""
     wanted, given = body.response_format, body.structured_outputs
     found: list[Guide] = []
@@ -108,6 +122,8 @@ def guide(body: protocol.Sampled) -> Guide | None:
             found.append(json_guide(wanted.json_schema.schema_ or {}))
         if given is not None:
             if given.json_ is not None:
+                if isinstance(given.json_, str):
+                    check_weight(served.most_memory, given.json_.encode(errors="replace"))
                 found.append(json_guide(given.json_))
             if given.regex is not None:
                 found.append(Guide.regex(given.regex))

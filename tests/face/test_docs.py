@@ -46,8 +46,8 @@ PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "ch
 PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 ON_A_CPU, BATCHING, HUB, SERVING = "cpu-0", "integrations-0", "integrations-1", "serving-0"
-CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-7")
-ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-8", "serving-9", "serving-10"
+CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-8")
+CLIENTS, ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-7", "serving-9", "serving-10", "serving-11"
 SERVER, START, PLANNING, PREPARING = "server-0", "index-0", "plan-0", "training-0"
 
 
@@ -71,6 +71,7 @@ def test_every_snippet_is_run():
         HUB,
         SERVING,
         *CHOICE,
+        CLIENTS,
         ENGINE_OVER_RANKS,
         ASYNCIO,
         TESTING,
@@ -307,6 +308,13 @@ def test_the_choice_of_tokens(name: str, capsys: pytest.CaptureFixture[str]):
 def test_serving_a_foreign_model():
     pytest.importorskip("transformers")
     assert len(_run(PYTHON[SERVING])["answers"][0]) == 8  # which it compares with generate's
+
+
+def test_clients_of_an_engine(capsys: pytest.CaptureFixture[str]):
+    from serving_case import exact
+
+    _run(PYTHON[CLIENTS], sf=sf, model=exact("gelu"))
+    assert capsys.readouterr().out == "[0, 3, 1, 2]\n"
 
 
 def test_serving_over_ranks(capsys: pytest.CaptureFixture[str]):

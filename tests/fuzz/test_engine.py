@@ -62,6 +62,7 @@ INVALID: dict[str, tuple[Any, ...]] = {
     "stop_strings": ("x", 3, None, [""], [1], ["without a tokenizer"]),
     "priority": (1.5, "1", None, True),
     "cache_salt": (1, None, b"x"),
+    "client": (1, None, b"x"),
     "timeout_s": (0, -1.0, float("nan"), float("inf"), "1", True),
     "arrival": (1.5, "1", None, True),
 }
@@ -155,6 +156,7 @@ class Case:
             ),
             priority=random.choice((0, 0, -1, 3)),
             cache_salt=random.choice(("", "", "b")),
+            client=random.choice(("", "", "b", "c")),
             arrival=random.choice((0, 0, random.randrange(30))),
         )
 
@@ -169,14 +171,14 @@ class Case:
 
     def _state(self) -> Any:
         engine = self.engine
-        return engine._next_id, list(engine._live), list(engine._arrivals), engine._allocator.free_blocks
+        return engine._next_id, list(engine._live), engine.load.waiting, engine._allocator.free_blocks
 
     def expected(self, request: Request) -> list[int]:
         return solo_tokens(self.model, request)
 
     def idle(self) -> bool:
         engine, scheduler = self.engine, self.engine._scheduler
-        left = (engine._live, engine._arrivals, engine._cancelled, scheduler.running, scheduler.waiting)
+        left = (engine._live, engine._cancelled, scheduler.running, scheduler.waiting, scheduler.clients._clients)
         return not engine.busy and not any(left) and not engine._allocator.used_blocks
 
 

@@ -126,6 +126,7 @@ class Load:
             arrival=random.choice((0, 0, 0, self.engine.stats.steps + random.randint(0, 20))),
             timeout_s=random.choice((None, None, None, random.uniform(1, 60))),
             cache_salt=random.choice(("", "", "a")),
+            client=random.choice(("", "", "a", "b")),
             n=random.choice((1, 1, 1, 1, 1, 2, 4)),
         )
         return request, poisoned

@@ -44,13 +44,13 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Client]]:
         client.__enter__()
         opened.append((client, made.engine))
         seen: list[Request] = []
-        add = made.engine.add
+        add = made.engine.add_all
 
-        def watched(request: Request, together: Any = ()) -> int:
-            seen.append(request)
-            return add(request, together)
+        def watched(requests: Any) -> Any:
+            seen.extend(requests)
+            return add(requests)
 
-        made.engine.add = watched  # type: ignore[method-assign]
+        made.engine.add_all = watched  # type: ignore[method-assign]
 
         def ask(what: str, **body: Any) -> Any:
             if what == "models":

@@ -320,17 +320,19 @@ def test_a_large_body(server: Server) -> None:
 
 
 def test_a_full_queue_and_its_retry() -> None:
-    """429 with Retry-After, which the client follows by itself where it may retry."""
-    with serve(engine={"max_num_seqs": 1, "max_queued_requests": 1}) as server, _client(server) as client:
+    """429 with Retry-After, which the client follows by itself where it may retry; 400 for what can never wait."""
+    with serve(engine={"max_num_seqs": 1, "max_queued_requests": 2}) as server, _client(server) as client:
         with ThreadPoolExecutor(1) as pool:
             with server.paused():
-                first = pool.submit(client.completions.create, model=NAME, prompt="a", max_tokens=4)
+                first = pool.submit(client.completions.create, model=NAME, prompt="a", max_tokens=4, n=2)
                 until(lambda: server.engine._live)
-                with pytest.raises(openai.RateLimitError, match="max_queued_requests=1") as raised:
+                with pytest.raises(openai.RateLimitError, match="max_queued_requests=2") as raised:
                     client.completions.create(model=NAME, prompt="b", max_tokens=1)
                 assert raised.value.response.headers["retry-after"] == "1"
                 with pytest.raises(openai.RateLimitError, match="2 prompts, which wait together or not at all"):
                     client.completions.create(model=NAME, prompt=["b", "c"], max_tokens=1, stream=True)
+                with pytest.raises(openai.BadRequestError, match=r"4 answers .* at most 2 may wait"):
+                    client.completions.create(model=NAME, prompt=["b", "c"], n=2)
             assert first.result(SOON_S).choices
         made = _client(server, max_retries=3).completions.create(model=NAME, prompt="b", max_tokens=1)
         assert made.choices

@@ -12,6 +12,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (pip install .[s
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_tools import NaiveToolParser
 from server_case import Server, events, serve, tokenizer
 
 from shardfuse.serving.guide import Guide
@@ -129,6 +130,35 @@ def test_pieces_come_as_soon_as_they_are_certain() -> None:
     assert parser.push("b") == [" <b"]
     name, arguments = parser.push('<tool_call>{"name": "f", "arguments": {"a": "b')
     assert (name.name, name.arguments, arguments.arguments) == ("f", "", '{"a": "b')  # type: ignore[union-attr]
+
+
+BEGUN = '<tool_call>{"name": "f", "arguments": '  # a call that lacks its arguments
+
+
+@given(st.data())
+def test_each_piece_gives_what_reading_all_again_would(data: st.DataObject) -> None:
+    scraps = ["</tool_call", "<tool", "\u2003", "   ", BEGUN, BEGUN + "{}", BEGUN + '{"a": [1]}}', *SCRAPS]
+    text = "".join(data.draw(st.lists(st.sampled_from(scraps), max_size=14)))
+    parser, naive = ToolParser(), NaiveToolParser()
+    for piece in data.draw(st.one_of(_cut(text), st.just(list(text)))):
+        assert parser.push(piece) == naive.push(piece)
+    assert (parser.flush(), parser.calls) == (naive.flush(), naive.calls)
+
+
+@pytest.mark.parametrize("piece", ["abcd", " ", "<tool", "</tool_call", "<tool_call>", "<tool_call>{", "}", '"{'])
+@pytest.mark.parametrize(
+    "before", ["", BEGIN, BEGUN + "{}", BEGUN + '{"a'], ids=["content", "head", "tail", "arguments"]
+)
+def test_little_text_is_read_again(before: str, piece: str) -> None:
+    """However long an answer is, no more than a head is kept to be read again, and text after a call is forgotten."""
+    parser = ToolParser()
+    parser.push(before)
+    for _ in range(2000):
+        parser.push(piece)
+        assert len(parser._held) < 1024
+    if before == BEGUN + "{}" and "<tool_call>" not in piece:
+        assert parser.flush() == []
+        assert not parser._space
 
 
 # --- the grammar ------------------------------------------------------------------------------------------------------

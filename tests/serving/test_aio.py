@@ -18,6 +18,7 @@ from serving_case import exact
 
 from shardfuse import AsyncEngine
 from shardfuse.serving import Engine, QueueFull, Request, SamplingParams, TokenEvent
+from shardfuse.serving.aio import SlowReader
 from shardfuse.testing import assert_idle, solo_tokens
 
 LIMIT_S = 60.0  # for what takes milliseconds: a test fails instead of waiting for ever
@@ -551,3 +552,51 @@ def test_misuse_is_refused() -> None:
     engine.model.group = Second()  # type: ignore[misc,assignment]
     with pytest.raises(ValueError, match=r"this is rank 1: rank 0 takes the requests; call engine.follow\(\)"):
         AsyncEngine(engine)
+
+
+def test_answers_that_are_not_read_are_cancelled() -> None:
+    """The others are served; the reader gets an error, and nothing of the unread events is held."""
+    engine = _engine()
+
+    async def body() -> None:
+        async with AsyncEngine(engine) as serve:
+            requests = [Request([1, 2], max_new_tokens=40, n=2), Request([3], max_new_tokens=40)]
+            unread = await serve.submit(*requests, most_unread=5000)
+            other = await serve.complete(Request([4], max_new_tokens=60))
+            assert len(_tokens(other)) == 60
+            await serve.drain()
+            with pytest.raises(SlowReader, match="more than 5000 bytes"):
+                async for _ in unread:
+                    pass
+            assert unread._queue.empty()
+            assert [position async for position, _ in unread] == []
+            read = await serve.submit(*requests, most_unread=10**6)
+            assert len([event async for _, event in read]) == 120
+
+    _run(body)
+    assert_idle(engine)
+
+
+def test_a_reader_with_many_events_lets_others_run() -> None:
+    engine = _engine()
+
+    async def body() -> int:
+        async with AsyncEngine(engine) as serve:
+            submitted = await serve.submit(Request([1, 2], max_new_tokens=60))
+            await serve.drain()
+            turns = 0
+
+            async def other() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            task = asyncio.create_task(other())
+            assert len([event async for event in submitted]) == 60
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return turns
+
+    assert _run(body) >= 3
+    assert_idle(engine)

@@ -89,7 +89,7 @@ def test_ends_are_told_for_each_answer() -> None:
 def test_the_queue_counts_every_answer() -> None:
     engine = Engine(exact("gated"), num_blocks=64, block_size=4, max_queued_tokens=50)
     engine.add(Request([1, 2], max_new_tokens=9, n=4))
-    with pytest.raises(Exception, match=r"1 requests of 38 tokens wait, this one has 20 "):
+    with pytest.raises(Exception, match=r"4 answers of 38 tokens wait, this request has 20 "):
         engine.add(Request([1, 2], max_new_tokens=9, n=2))
 
 

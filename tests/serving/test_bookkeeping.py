@@ -39,6 +39,7 @@ class Bookkeeping(RuleBasedStateMachine):
         max_overtakes=st.integers(0, 3),
         prefix_caching=st.sampled_from([True, True, True, False]),
         priorities=st.booleans(),
+        clients=st.sampled_from([1, 1, 3]),
     )
     def begin(
         self,
@@ -49,10 +50,11 @@ class Bookkeeping(RuleBasedStateMachine):
         max_overtakes: int,
         prefix_caching: bool,
         priorities: bool,
+        clients: int,
     ) -> None:
         longest = -(-(2 * LONGEST - 1) // block_size)
         self.allocator = BlockAllocator(longest + spare, block_size)
-        self.max_overtakes, self.priorities = max_overtakes, priorities
+        self.max_overtakes, self.priorities, self.clients = max_overtakes, priorities, clients
         self.scheduler = Scheduler(
             self.allocator,
             max_num_seqs=max_num_seqs,
@@ -74,15 +76,19 @@ class Bookkeeping(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "b"]),
         priority=st.integers(-1, 1),
         times=st.integers(1, 3),
+        client=st.integers(0, 2),
     )
-    def add(self, prompt: int, new: int, first: int, salt: str, priority: int, times: int) -> None:
+    def add(self, prompt: int, new: int, first: int, salt: str, priority: int, times: int, client: int = 0) -> None:
         """Prompts differ in their first token and their length alone, so that most have a beginning in common."""
         for _ in range(times):
             tokens = [first] + [0] * (prompt - 1)
-            request = Request(tokens, max_new_tokens=new, cache_salt=salt, priority=priority * self.priorities)
+            name = str(client % self.clients)
+            request = Request(
+                tokens, max_new_tokens=new, cache_salt=salt, priority=priority * self.priorities, client=name
+            )
             sequence = SequenceState(self.came, request, tokens)
             self.came += 1
-            self.left[sequence.id] = len(self.scheduler.waiting) + self.max_overtakes
+            self.left[sequence.id] = len(_of(name, self.scheduler.waiting)) + self.max_overtakes
             self.scheduler.add(sequence)
             self.live.append(sequence)
 
@@ -139,6 +145,7 @@ class Bookkeeping(RuleBasedStateMachine):
             self.step(times=1, token=0)
             self.books_balance()
         assert not self.live, "requests starve"
+        assert not self.scheduler.clients._clients
         assert self.allocator.used_blocks == 0
         self.allocator.forget()
         assert sorted(self.allocator._free) == list(range(self.allocator.num_blocks))
@@ -172,10 +179,11 @@ class Bookkeeping(RuleBasedStateMachine):
         return chunks
 
     def _check_overtaking(self, before: set[SequenceState]) -> None:
-        """Once as many were admitted as may be before one that waits, only those that came before it are."""
-        new = [each for each in self.scheduler.running if each not in before]
+        """Once as many of its client were admitted as may be before one that waits, only those before it are."""
         for waiting in self.scheduler.waiting:
             if waiting not in before:  # else it was preempted in this very step
+                running = _of(waiting.request.client, self.scheduler.running)
+                new = [each for each in running if each not in before]
                 late = [each for each in new if each.id > waiting.id]
                 assert self.left[waiting.id] > 0 or not late, "overtaken too often"
                 self.left[waiting.id] -= len(new)
@@ -239,11 +247,26 @@ class Bookkeeping(RuleBasedStateMachine):
         assert sorted(each.id for each in [*running, *waiting]) == [each.id for each in self.live]
         assert self.allocator._tables.keys() == {each.id for each in running}
         assert all(not each.computed for each in waiting)
-        for queue in (running, waiting):
-            places = [(each.rank, each.order) for each in queue]
-            assert places == sorted(places)
-        if not self.priorities:
+        for name in map(str, range(self.clients)):
+            for queue in (running, waiting):
+                places = [(each.rank, each.order) for each in _of(name, queue)]
+                assert places == sorted(places)
+        rounds = [len(_of(each.request.client, running[:index])) for index, each in enumerate(running)]
+        assert rounds == sorted(rounds), "a client that runs more does not give way first"
+        clients = self.scheduler.clients
+        assert (clients.num_running, clients.num_waiting, clients.answers) == (len(running), len(waiting), len(waiting))
+        assert sum(map(_left, waiting)) == clients.tokens
+        assert len({each.request.client for each in waiting}) == clients.queueing
+        if self.clients == 1 and not self.priorities:
             assert [each.id for each in [*running, *waiting]] == [each.id for each in self.live]
+
+
+def _of(client: str, sequences: list[SequenceState]) -> list[SequenceState]:
+    return [each for each in sequences if each.request.client == client]
+
+
+def _left(sequence: SequenceState) -> int:
+    return len(sequence.request.prompt) + sequence.request.max_new_tokens
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from serving_case import exact
 
 from shardfuse.serving import Engine, Request, SamplingParams, ScoredToken, TokenEvent, prompt_logprobs
+from shardfuse.serving.request import SequenceState
+from shardfuse.serving.scheduler import Chunk
 
 # In fp64, where sums in another order differ by about 1e-14.
 CLOSE = 1e-9
@@ -148,6 +152,42 @@ def test_a_step_that_fails_loses_no_score(call: int):
             failures += 1
     assert failures == 1
     _assert_all(requests, events)
+
+
+def _scores(length: int, most: int) -> Any:
+    """The scores of a prompt of ``length`` tokens."""
+    sequence = SequenceState(0, Request(_prompt(length, 5), sampling=SamplingParams(prompt_logprobs=most)), [])
+    logits = torch.randn(length, 32, generator=torch.Generator().manual_seed(1))
+    prompt_logprobs.take_prompt_scores(logits, [Chunk(sequence, 0, length, True)])
+    return sequence.prompt_scores
+
+
+def test_scores_take_few_bytes():
+    """Of 32 tokens for each of 1000, an index and an fp64 number, with room to grow."""
+    _scores(2, 32)  # what is imported and made once
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        scores = _scores(1000, 32)
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(scores) == 999
+    assert held < 999 * 33 * 12 * 1.5 + 100_000
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_scores_read_like_a_tuple(most: int):
+    scores, again = _scores(6, most), _scores(6, most)
+    plain = tuple(scores)
+    assert all(type(each) is ScoredToken and len(each.top_logprobs) == most for each in plain)
+    assert (scores[-1], scores[1:3], scores[::-1]) == (plain[-1], plain[1:3], plain[::-1])
+    assert scores == plain == again == pickle.loads(pickle.dumps(scores))
+    assert scores != plain[:-1]
+    assert hash(scores) == hash(plain)
+    assert repr(scores) == repr(plain)
+    with pytest.raises(IndexError):
+        scores[5]
 
 
 @pytest.mark.parametrize("most", [-1, 65, 1.5, True])

@@ -161,14 +161,14 @@ def test_a_broken_seal_fails_all_requests_of_its_step() -> None:
     assert_idle(engine)
 
 
-def test_answers_that_wait_count_as_one_request() -> None:
+def test_each_answer_that_waits_counts() -> None:
     engine = Engine(
-        exact("gated"), num_blocks=64, block_size=4, max_num_seqs=2, max_queued_requests=2, max_queued_tokens=60
+        exact("gated"), num_blocks=64, block_size=4, max_num_seqs=2, max_queued_requests=7, max_queued_tokens=60
     )
     engine.add(Request([1, 2], max_new_tokens=5, n=8, sampling=HOT))
     engine.step()
     engine.add(Request([3], max_new_tokens=5))  # six answers of 7 tokens wait
-    with pytest.raises(QueueFull, match="2 requests wait, and max_queued_requests=2"):
+    with pytest.raises(QueueFull, match="7 answers wait, this request has 1, and max_queued_requests=7"):
         engine.add(Request([3], max_new_tokens=5))
 
 

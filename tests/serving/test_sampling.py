@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfuse.serving import Request, SamplingParams
+from shardfuse.serving import Request, SamplingParams, logit_changes
+from shardfuse.serving import request as request_module
+from shardfuse.serving import sampling_params as params_module
 from shardfuse.serving.request import SequenceState
 from shardfuse.serving.sampling import Sampled, sample, uniform
 
@@ -206,6 +209,108 @@ def test_logprobs_are_the_models_own():
     assert sample(logits, [_state(logprobs=0)])[0].top_logprobs == ()
 
 
+# ---------------------------------------------------------------------------------------------- what is prepared once
+def _naive(logits: torch.Tensor, sequence: SequenceState) -> torch.Tensor:
+    """The changed logits [V], from the whole prompt and answer."""
+    params, logits, prompt = sequence.request.sampling, logits.clone(), len(sequence.request.prompt)
+    if params.allowed_tokens is not None:
+        allowed = torch.tensor(sorted(params.allowed_tokens))
+        kept = logits[allowed]
+        logits.fill_(float("-inf"))[allowed] = kept
+    if params.logit_bias:
+        logits[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype)
+    seen = torch.tensor(sorted(set(sequence.tokens)))
+    if params.repetition_penalty != 1.0:
+        scores, penalty = logits[seen], params.repetition_penalty
+        logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
+    if sequence.generated:
+        made, times = torch.tensor(sequence.tokens[prompt:]).unique(return_counts=True)
+        less = params.presence_penalty + params.frequency_penalty * times.double()
+        if params.presence_penalty or params.frequency_penalty:
+            logits[made] -= less.to(logits.dtype)
+    return logits
+
+
+@given(EVERY, st.integers(0, 2**31), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+def test_answers_that_grow_change_logits_as_if_they_were_new(params: dict[str, Any], seed: int, dtype: torch.dtype):
+    """Bit for bit, for two answers to one request, of which one pauses and gets several tokens at once."""
+    drawn = torch.Generator().manual_seed(seed)
+    first = _state((), tuple(torch.randint(VOCABULARY, (4,), generator=drawn).tolist()), **params)
+    second = first.fork(1, 1)
+    for step in range(6):
+        for sequence in (first, second)[: 1 + (step != 2)]:
+            logits = torch.randn(VOCABULARY, generator=drawn).to(dtype)
+            expected = _naive(logits, sequence)
+            for _ in range(1 + step % 2):  # a step may be computed again
+                changed = logits.clone()
+                sequence.changes.apply_(changed, sequence.request, sequence.tokens)
+                assert torch.equal(changed, expected)
+        for sequence in (first, second):
+            sequence.tokens.append(int(torch.randint(VOCABULARY, (1,), generator=drawn)))
+
+
+@pytest.mark.parametrize(
+    ("params", "constants"),
+    [
+        ({"allowed_tokens": list(range(1000)) * 3}, 1000),
+        ({"logit_bias": dict.fromkeys(range(1000), 1.0)}, 2000),
+        ({"repetition_penalty": 1.5}, 1000),
+        ({"frequency_penalty": 1.0, "presence_penalty": 0.5}, 0),
+    ],
+    ids=["allowed", "bias", "repetition", "frequency"],
+)
+def test_constants_become_tensors_once(params: dict[str, Any], constants: int, monkeypatch: pytest.MonkeyPatch):
+    """Of all answers and steps; and a step reads the new token of an answer, not the answer."""
+    sizes, tensor = [], torch.tensor
+
+    def counting(values: Any, **more: Any) -> torch.Tensor:
+        made = tensor(values, **more)
+        sizes.append(made.numel())
+        return made
+
+    monkeypatch.setattr(torch, "tensor", counting)
+    lead = _state((), tuple(range(1000)), **params)
+    answers = [lead, *(lead.fork(index, index) for index in range(1, 8))]
+    logits = torch.randn(8, 2000, generator=torch.Generator().manual_seed(0))
+    for step in range(20):
+        for answer in answers:
+            answer.tokens.append(1990 + step % 2)
+        sample(logits, answers)
+    assert sum(sizes) <= constants + len(answers) * 2 * 3
+
+
+def test_repetitions_are_not_kept():
+    params = SamplingParams(allowed_tokens=[7, 3] * 1000)
+    assert params.allowed_tokens == (7, 3)
+    assert SamplingParams(allowed_tokens={7, 3}).allowed_tokens == frozenset({7, 3})
+    assert SamplingParams(allowed_tokens=range(10**12)).allowed_tokens == range(10**12)
+    request = Request([1], stop=[5] * 1000, stop_strings=["b", "a"] * 1000, sampling=params)
+    assert (request.stop, request.stop_strings) == ({5}, ("b", "a"))
+
+
+def test_what_the_caller_changes_later_changes_nothing():
+    bias, allowed = {3: 1.0}, [3]
+    params = SamplingParams(logit_bias=bias, allowed_tokens=allowed)
+    bias[99] = 2.0
+    allowed.append(99)
+    assert (params.logit_bias, params.allowed_tokens) == ({3: 1.0}, (3,))
+
+
+def test_python_looks_at_no_token_of_a_valid_request(monkeypatch: pytest.MonkeyPatch):
+    looks: list[Any] = []
+    for module, name in ((request_module, "_token"), (params_module, "_whole"), (params_module, "_number")):
+        look = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, look=look: looks.append(given) or look(*given))
+    many = list(range(5000))
+    sampling = SamplingParams(allowed_tokens=many, logit_bias=dict.fromkeys(many, 2))
+    Request(many, stop=many, sampling=sampling).check(5000)
+    assert len(looks) < 20
+    with pytest.raises(ValueError, match=r"prompt\[4999\] is 4999: expected 0 to 4998"):
+        Request(many).check(4999)
+    with pytest.raises(ValueError, match="logit_bias: a token=4999: expected 0 to 4998"):
+        sampling.check(4999)
+
+
 # --------------------------------------------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(
     ("params", "says"),
@@ -230,6 +335,14 @@ def test_logprobs_are_the_models_own():
         ({"allowed_tokens": ()}, "allowed_tokens is empty"),
         ({"allowed_tokens": "abc"}, "allowed_tokens='abc': expected a collection"),
         ({"allowed_tokens": (3, -1)}, "allowed_tokens: a token=-1: expected 0 to 49"),
+        ({"allowed_tokens": [3, 50]}, "allowed_tokens: a token=50: expected 0 to 49"),
+        ({"allowed_tokens": [1, True]}, "allowed_tokens: a token=True: expected a whole number"),
+        ({"allowed_tokens": [1, 1.0]}, "allowed_tokens: a token=1.0: expected a whole number"),
+        ({"allowed_tokens": range(10**12)}, "allowed_tokens: a token=50: expected 0 to 49"),
+        ({"logit_bias": {True: 1.0}}, "logit_bias: a token=True: expected a whole number"),
+        ({"logit_bias": {1: float("nan")}}, r"logit_bias\[1\]=nan: expected a finite number"),
+        ({"logit_bias": {1: True}}, r"logit_bias\[1\]=True: expected a number"),
+        ({"logit_bias": {1: 10**400}}, r"logit_bias\[1\]=10*: expected a finite number"),
         ({"logprobs": 65}, "logprobs=65: expected None or 0 to 64"),
         ({"seed": 2**64}, "seed=18446744073709551616: expected a 64-bit integer"),
         ({"seed": "1"}, "seed='1': expected a whole number"),
@@ -238,3 +351,19 @@ def test_logprobs_are_the_models_own():
 def test_what_makes_no_sense_is_refused(params: dict[str, Any], says: str):
     with pytest.raises(ValueError, match=says):
         SamplingParams(**params).check(VOCABULARY)
+
+
+def test_tokens_are_counted_once_although_counting_them_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails is computed again."""
+    request = Request([1, 2], sampling=SamplingParams(frequency_penalty=1.0, repetition_penalty=2.0))
+    whole, changes = logit_changes.LogitChanges(), logit_changes.LogitChanges()
+    for tokens in ([1, 2], [1, 2, 5], [1, 2, 5, 5], [1, 2, 5, 5, 6]):
+        expected, logits = torch.ones(8), torch.ones(8)
+        whole.apply_(expected, request, tokens)
+        for name in ("cat", "tensor"):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, name, lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError))
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    changes.apply_(torch.ones(8), request, tokens)
+        changes.apply_(logits, request, tokens)
+        assert torch.equal(logits, expected), tokens

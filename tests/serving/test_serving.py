@@ -436,7 +436,7 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
     engine.step()  # it runs, and waits no longer
     for _ in range(2):
         engine.add(request)
-    with pytest.raises(QueueFull, match=r"2 requests wait, and max_queued_requests=2: send this one later"):
+    with pytest.raises(QueueFull, match="2 answers wait, this request has 1, and max_queued_requests=2: send it late"):
         engine.add(request)
     with pytest.raises(ValueError, match="prompt is empty"):  # what cannot be served is said first
         engine.add(Request([]))
@@ -448,7 +448,7 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
     assert engine.add(Request([1], max_new_tokens=20)) == 0  # more than the queue holds, and nobody waits
     engine.step()
     engine.add(request)
-    with pytest.raises(QueueFull, match=r"1 requests of 5 tokens wait, this one has 5 .*max_queued_tokens=8"):
+    with pytest.raises(QueueFull, match=r"1 answers of 5 tokens wait, this request has 5 .*max_queued_tokens=8"):
         engine.add(request)
     engine.add(Request([1], max_new_tokens=2))
     assert sum(event.finish is not None for event in engine.run()) == 3

@@ -16,6 +16,7 @@ from serving_case import exact
 from tokenizers import Tokenizer
 
 from shardfuse.serving import Engine, Request, SamplingParams, TokenEvent
+from shardfuse.serving.prefixes import Prefixes
 from shardfuse.serving.text import AnswerText, StopStrings, TokenText, decoder
 
 KINDS = {each.__name__: each for each in (case.byte_level, case.word_piece, case.sentence_piece)}
@@ -97,7 +98,7 @@ class Counting:
         return case.byte_level().decode(ids)
 
 
-_BYTE = case.byte_level().encode("日").ids[0]  # the beginning of a character, which never comes to its end
+_BYTE, *_BYTES = case.byte_level().encode("日").ids  # the beginning of a character, and the rest of it
 
 
 @pytest.mark.parametrize("ids", [case.byte_level().encode(case.LINES[1] * 60).ids, [_BYTE] * 4000, [0] * 4000])
@@ -107,6 +108,38 @@ def test_the_cost_of_a_token_does_not_grow(ids: list[int]):
     whole = "".join(map(text.push, ids)) + text.flush()
     assert counting.count < 100 * len(ids)
     assert whole == case.byte_level().decode(ids)
+
+
+def _byte_of(value: int) -> int:
+    token = case.byte_fallback().token_to_id(f"<0x{value:02X}>")
+    assert token is not None
+    return token
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids"),
+    [
+        ("byte_level", [_BYTE, *[case.byte_level().token_to_id(case.END)] * 3000, *_BYTES]),
+        ("byte_fallback", [_byte_of(0xFF), *[_byte_of(0x41)] * 3000]),
+        ("byte_fallback", [_byte_of(0xE6), _byte_of(0x97), *[_byte_of(0x41)] * 3000]),
+    ],
+    ids=["special tokens within a character", "letters after a byte", "letters after a part of a character"],
+)
+def test_a_window_without_a_place_to_cut_does_not_grow(kind: str, ids: list[int]):
+    tokenizer, sizes = getattr(case, kind)(), []
+
+    class Measuring:
+        def decode(self, ids: list[int]) -> str:
+            sizes.append(len(ids))
+            return tokenizer.decode(ids)
+
+    text = TokenText(decoder(Measuring()))
+    whole = "".join(map(text.push, ids)) + text.flush()
+    assert max(sizes) <= 64
+    if kind == "byte_level":
+        assert whole == tokenizer.decode(ids)
+    else:
+        assert len(whole) == len(ids)
 
 
 # ------------------------------------------------------------------------------------------------------ stop strings
@@ -131,6 +164,68 @@ def test_a_stop_string_is_found_in_any_pieces(pieces: list[str], stops: list[str
     where = _first_stop(text, stops)
     expected = text if where is None else text[: where[1] if included else where[0]]
     assert given_ + search.flush() == expected
+
+
+class NaiveStopStrings:
+    """``StopStrings`` that searches all withheld text with each piece, for each string."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings, self.held, self.found = strings, "", None
+
+    def push(self, piece: str) -> str:
+        text = "" if self.found else self.held + piece
+        if where := _first_stop(text, self.strings):
+            self.found, self.held = text[slice(*where)], ""
+            return text[: where[0]]
+        starts = [at for at in range(len(text)) if any(each.startswith(text[at:]) for each in self.strings)]
+        self.held = text[min(starts, default=len(text)) :]
+        return text[: len(text) - len(self.held)]
+
+
+@given(
+    st.lists(st.text("ab", max_size=5), max_size=14),
+    st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=9),
+)
+def test_each_piece_gives_what_a_search_of_all_text_would(pieces: list[str], stops: list[str]):
+    search, naive = StopStrings(stops), NaiveStopStrings(stops)
+    for piece in pieces:
+        assert (search.push(piece), search.found) == (naive.push(piece), naive.found)
+    assert search.flush() == naive.held
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        ["a" * 3000 + "b"],
+        ["a" * 3000 + "b", "a" * 2000 + "c", "ba" * 2000],
+        [("ab" * 40 + "a" * 20)[at:] + "c" for at in range(100)],
+    ],
+    ids=["one", "three", "each a part of the one before"],
+)
+def test_the_search_takes_a_few_steps_for_each_letter(stops: list[str], monkeypatch: pytest.MonkeyPatch):
+    looks = []
+    look = Prefixes._child
+    monkeypatch.setattr(Prefixes, "_child", lambda *given: looks.append(None) or look(*given))
+    text = ["a" * 6000 + "x", *["ab" * 40 + "a" * 20] * 40]
+    prefixes = sum(map(len, stops))  # each is made once
+    search = StopStrings(stops)
+    given_ = "".join(search.push(letter) for piece in text for letter in piece)
+    assert search.found is None
+    assert given_ + search.flush() == "".join(text)
+    assert 0 < len(looks) <= 4 * sum(map(len, text)) + 4 * min(prefixes, 6000)
+
+
+def test_the_answers_to_a_request_share_its_stop_strings(monkeypatch: pytest.MonkeyPatch):
+    made = []
+    make = Prefixes.__init__
+    monkeypatch.setattr(Prefixes, "__init__", lambda self, strings: made.append(strings) or make(self, strings))
+    hot = SamplingParams(temperature=1.5, allowed_tokens=range(300), seed=3)
+    stops = ["\ufffe never there" + "x" * 100_000] * 3
+    engine = _engine(max_num_seqs=4)
+    engine.add(Request([5, 6, 7], 12, sampling=hot, n=4, stop_strings=stops))
+    events = list(engine.run())
+    assert {event.index for event in events} == {0, 1, 2, 3}
+    assert made == [(stops[0],)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,7 +20,9 @@ import httpx
 import uvicorn
 
 from shardfuse.serving import Request, SamplingParams
-from shardfuse.serving.server import Served, ServerOptions, create_app
+from shardfuse.serving.server import Served, ServerOptions
+from shardfuse.serving.server.connections import Connections
+from shardfuse.serving.server.run import config
 from shardfuse.testing import assert_idle, save_tiny_hf, solo_tokens, tiny_engine, tiny_model
 
 NAME, END = "tiny", 257
@@ -54,14 +56,8 @@ class Server:
         self.listener.bind(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(
-            create_app(self.served),
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=5,
-        )
-        self._uvicorn = uvicorn.Server(config)
+        self.connections = Connections(self.served.options, self.served.metrics)
+        self._uvicorn = uvicorn.Server(config(self.served, self.connections))
         self._thread = threading.Thread(target=self._uvicorn.run, args=([self.listener],), name="server", daemon=True)
 
     def start(self) -> None:

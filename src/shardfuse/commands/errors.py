@@ -27,4 +27,6 @@ def restore(console: Console) -> None:
 
 def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    # A message may quote a file, whose control characters must not reach the terminal.
+    lines[0] = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in lines[0])
     return lines[0] if len(lines) == 1 else f"{lines[0]} (SHARDFUSE_DEBUG=1 shows the rest)"

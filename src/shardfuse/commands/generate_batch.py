@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 NEEDED = ("fastapi", "prometheus_client", "transformers")
 LINE_EVERY = 5.0  # seconds, without a terminal
 _TURNS = 256  # lines read between two checks for signals
+_NO_LIMIT_MIB = 1 << 20  # lines are the caller's own
 _BLOCK = 1 << 16  # bytes read from a pipe at a time
 
 
@@ -261,7 +262,10 @@ def _answer_all(
         logging.getLogger("shardfuse.server").setLevel(logging.CRITICAL)
     opened = opening.lead(model, lambda text: console.print(text, markup=False))
     with opened.engine as engine:
-        served = Served(engine, opened.tokenizer, sorted(opened.stop_ids), ServerOptions(name=options.name), wrong)
+        server = ServerOptions(
+            name=options.name, max_body_memory_mib=_NO_LIMIT_MIB, max_answer_bytes=_NO_LIMIT_MIB << 20
+        )
+        served = Served(engine, opened.tokenizer, sorted(opened.stop_ids), server, wrong)
         # Twice the answers computed at once: the next lines are ready when an answer ends, and memory stays bounded.
         window = 2 * model.folder.max_num_seqs
         run = _Run(served, tally, done, write, window)

@@ -75,8 +75,9 @@ def follows() -> bool:
 def lead(opening: Opening, say: Callable[[str], object]) -> Opened:
     """On rank 0: load the model, and report it to ``say``."""
     from ..serving.folder import open_folder
+    from ..serving.printable import printable
 
-    say(f"loading {opening.folder.folder}" + (f" over {opening.tp} ranks" if opening.tp > 1 else ""))
+    say(f"loading {printable(opening.folder.folder, 1000)}" + (f" over {opening.tp} ranks" if opening.tp > 1 else ""))
     opened = open_folder(opening.folder, _mesh(opening))
     say(opened.how)
     return opened

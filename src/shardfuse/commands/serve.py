@@ -15,6 +15,7 @@ from .opening import Opening
 if TYPE_CHECKING:
     from ..serving.server import ServerOptions
 
+_SAID = 4000  # the most characters of a line at start-up
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "transformers")
 
 
@@ -34,9 +35,10 @@ class ServeOptions:
 
 def run_serve(options: ServeOptions) -> int:
     """Serve until a signal; return 0 if all open requests were answered, 1 if some were ended."""
-    from ..serving.server.run import listen, log_to_stderr
+    from ..serving.server.logs import log_to_stderr
+    from ..serving.server.run import listen
 
-    console = Console(highlight=False, stderr=True, soft_wrap=True)
+    console = Console(highlight=False, stderr=True, soft_wrap=True, emoji=False)
     log_to_stderr(options.log, options.log_level)
     with opening.settled(options.model) as model:
         if opening.follows():
@@ -48,11 +50,13 @@ def run_serve(options: ServeOptions) -> int:
 
 def _lead(options: ServeOptions, model: Opening, console: Console, listener: Any, wrong: Callable[[], str]) -> int:
     """On rank 0: load the model and serve."""
+    from ..serving.printable import printable
     from ..serving.server import Served
+    from ..serving.server.hosts import is_loopback
     from ..serving.server.run import run
 
     def say(text: str) -> None:
-        console.print(text, markup=False)
+        console.print("\n".join(printable(line, _SAID) for line in text.split("\n")), markup=False)
 
     opened = opening.lead(model, say)
     with opened.engine as engine:
@@ -62,9 +66,11 @@ def _lead(options: ServeOptions, model: Opening, console: Console, listener: Any
         engine.limit_waits(timedelta(seconds=options.server.health_timeout_s))
         served = Served(engine, opened.tokenizer, sorted(opened.stop_ids), options.server, wrong)
 
-        def started(address: str) -> None:
-            say(f"serving {options.server.name!r} at {address} (a live page there, OpenAI's API below {address}/v1)")
-            if options.host in ("127.0.0.1", "localhost", "::1"):
+        def started(address: str, limits: str) -> None:
+            name = printable(options.server.name)
+            say(f"serving {name!r} at {address} (a live page there, OpenAI's API below {address}/v1)")
+            say(limits)
+            if is_loopback(options.host):
                 say("only this machine can reach it; --host 0.0.0.0 lets others in")
             elif not options.server.api_keys:
                 say("warning: other machines can reach it, and it asks for no key; set one with --api-key KEY")

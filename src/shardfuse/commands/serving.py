@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,7 +54,25 @@ def _opening(context: typer.Context, **more: Any) -> Opening:
 
 
 def _name(name: str | None, model: Path | None) -> str:
-    return name or ("tiny" if model is None else model.resolve().name)
+    """The model's name for clients. An empty one is returned, too: ServerOptions refuses it."""
+    from ..serving.printable import printable
+
+    if name is not None:
+        return name
+    return "tiny" if model is None else printable(model.resolve().name)
+
+
+def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+    """The keys on the command line, else the one in the environment: a variable that is set and empty is no key."""
+    if given:
+        return tuple(given)
+    variable = os.environ.get("SHARDFUSE_API_KEY")
+    return () if variable is None else (variable,)
+
+
+def _limit(help: str, **more: Any) -> Any:
+    """An option of the server's limits, in the order of the table in docs/server.md."""
+    return typer.Option(help=help, rich_help_panel="Limits", **more)
 
 
 def serve(
@@ -64,7 +83,22 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
     name: Name = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(envvar="SHARDFUSE_API_KEY", help="A key that clients need; may be repeated.")
+        list[str] | None,
+        typer.Option(help="A key that clients need; may be repeated. Default: SHARDFUSE_API_KEY, if it is set."),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A Host, beside the server's own, that requests may name where no key is needed; may be repeated. "
+            "A network of addresses, or * for any, is possible."
+        ),
+    ] = None,
+    protect_metrics: Annotated[
+        bool, typer.Option("--protect-metrics", help="All paths but /health need a key, /metrics and the page too.")
+    ] = False,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of a proxy whose X-Forwarded-For names the client; may be repeated."),
     ] = None,
     tp: Ranks = 1,
     device: Device = None,
@@ -74,21 +108,40 @@ def serve(
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = 32,
     max_num_batched_tokens: MaxNumBatchedTokens = 512,
-    max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 1024,
     chat_template: ChatTemplate = None,
     generation_config: GenerationConfig = "auto",
     invariant: Invariant = False,
+    max_queued_requests: Annotated[
+        int, _limit("Answers that may wait; more get 429, and one request for more 400.")
+    ] = 1024,
+    max_body_bytes: Annotated[int, _limit("The most bytes of a request; more get 413.")] = 8 * 1024 * 1024,
+    max_body_memory_mib: Annotated[
+        int, _limit("The most memory of a request's numbers, texts, lists and objects; more get 413.")
+    ] = 8,
+    max_answer_bytes: Annotated[
+        int, _limit("The most bytes of an answer that is not streamed; for one with more, 400.")
+    ] = 64 * 1024 * 1024,
+    max_tokenized_tokens: Annotated[
+        int, _limit("The most tokens that /tokenize and /detokenize take, else 400.")
+    ] = 131_072,
+    max_connections: Annotated[
+        int, _limit("The most connections, fewer if the process may open fewer files; more get 503.")
+    ] = 4096,
+    max_connections_per_address: Annotated[
+        int | None, _limit("Of these, from one address. Default: three quarters.")
+    ] = None,
+    header_timeout: Annotated[float, _limit("Seconds in which a request's headers must come, else 408.")] = 10,
+    send_timeout: Annotated[
+        float, _limit("Seconds in which a client must send its body, else 408, or read a piece of its answer.")
+    ] = 60,
+    request_timeout: Annotated[float | None, _limit("The most seconds that an answer may take, else 408.")] = None,
+    health_timeout: Annotated[float, _limit("Seconds that a step may take before /health answers 503.")] = 60,
     guide_timeout: Annotated[
-        float, typer.Option(help="Seconds of processor time in which a schema or grammar must compile.")
+        float, _limit("Seconds of processor time in which a schema or grammar must compile, else 400.")
     ] = 10,
     guide_memory_mib: Annotated[
-        int, typer.Option(help="Memory of all compiled schemas and grammars; one may take a quarter.")
+        int, _limit("Memory of all compiled schemas and grammars; one may take a quarter, else 400.")
     ] = 1024,
-    max_body_bytes: Annotated[int, typer.Option(help="The most bytes of a request; more get 413.")] = 8 * 1024 * 1024,
-    request_timeout: Annotated[float | None, typer.Option(help="The most seconds that an answer may take.")] = None,
-    health_timeout: Annotated[
-        float, typer.Option(help="Seconds that a step may take before /health answers 503.")
-    ] = 60,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that open requests have after SIGTERM.")] = 60,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run a step of every size first.")] = True,
     log: Annotated[str, typer.Option(help="Format of the log: text or json.")] = "text",
@@ -101,19 +154,31 @@ def serve(
     from . import serve as command
 
     opening.check_installed("serve", command.NEEDED)
-    guides = {"guide_timeout_s": guide_timeout, "guide_memory_mib": guide_memory_mib}
-    model_options = _opening(context, max_queued_requests=max_queued_requests, **guides)
     if log not in ("text", "json"):
         raise typer.BadParameter(f"{log!r}: expected text or json", param_hint="--log")
     if log_level not in ("debug", "info", "warning", "error"):
         raise typer.BadParameter(f"{log_level!r}: expected debug, info, warning or error", param_hint="--log-level")
+    guides = {"guide_timeout_s": guide_timeout, "guide_memory_mib": guide_memory_mib}
+    model_options = _opening(context, max_queued_requests=max_queued_requests, **guides)
 
-    from ..serving.server.served import ServerOptions
+    from ..serving.server.hosts import own_hosts
+    from ..serving.server.options import ServerOptions, check_seconds
 
+    check_seconds("--drain-timeout", drain_timeout, zero=True)
     server = ServerOptions(
         name=_name(name, model),
-        api_keys=tuple(api_key or ()),
+        api_keys=_api_keys(api_key),
+        allowed_hosts=(*own_hosts(host), *(allowed_hosts or ())),
+        protect_metrics=protect_metrics,
+        trusted_proxies=tuple(trusted_proxy or ()),
         max_body_bytes=max_body_bytes,
+        max_body_memory_mib=max_body_memory_mib,
+        max_answer_bytes=max_answer_bytes,
+        max_tokenized_tokens=max_tokenized_tokens,
+        max_connections=max_connections,
+        max_connections_per_address=max_connections_per_address,
+        header_timeout_s=header_timeout,
+        send_timeout_s=send_timeout,
         health_timeout_s=health_timeout,
         request_timeout_s=request_timeout,
         debug=debug_endpoints,

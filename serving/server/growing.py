@@ -1,0 +1,46 @@
+"""JSON that grows with an answer: log-probabilities are written as they come, and only their text is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+
+class JsonList:
+    """The JSON of a list, one element after the other."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+
+    def __len__(self) -> int:
+        """Bytes."""
+        return len(self._text)
+
+    def add(self, value: Any) -> None:
+        if self._text:
+            self._text += b","
+        self._text += json.dumps(value).encode()
+
+    def json(self, before: JsonList | None = None) -> bytes:
+        """The list, after the elements of ``before``."""
+        parts = [each._text for each in (before, self) if each]
+        return b"[%b]" % b",".join(parts)
+
+
+def size_of(text: str) -> int:
+    """The most bytes of a text in JSON, but for control characters and quotes."""
+    return len(text) if text.isascii() else 12 * len(text)
+
+
+def with_field(value: dict[str, Any], name: str, field: bytes) -> bytes:
+    """The JSON of ``value``, which has a field already, with one more field, ``name``, given as JSON."""
+    return b'%b,"%b":%b}' % (json.dumps(value).encode()[:-1], name.encode(), field)
+
+
+def body_of(head: dict[str, Any], choices: Sequence[bytes], usage: dict[str, int]) -> list[bytes]:
+    """The pieces of an answer's JSON: ``head``, ``choices``, ``usage``."""
+    pieces = [json.dumps(head).encode()[:-1] + b',"choices":[']
+    for number, choice in enumerate(choices):
+        pieces += [b",", choice] if number else [choice]
+    return [*pieces, b'],"usage":%b}' % json.dumps(usage).encode()]
