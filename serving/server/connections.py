@@ -2,6 +2,7 @@
 
 uvicorn's protocol reads requests with h11. It has no limit on the time that a request's headers take, accepts
 connections until the process can open no more files, and parses all that a read returned before anything else runs.
+The rest of a body that is too long is dropped as it comes, for a client that still sends reads no answer.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _RESERVED_FILES = 64  # for pipes of guides' compilers, files that are read, and
 _MOST_FILES = 65_536
 _READ_BYTES = 1 << 16  # a client that takes fewer in twice the send timeout is gone
 _FRAMES_BYTES = 1 << 16
+_DROPPED_BYTES = 64 << 20  # of a body that is refused, after which the client may not see why
+_LAST_CHUNK = b"0\r\n\r\n"
 
 
 class Connections:
@@ -151,6 +154,10 @@ class Connection(H11Protocol):
         self.owner: str | None = None
         self._all = connections
         self._read = bytearray()  # and not yet parsed
+        self._body = 0  # bytes of the request's body until now
+        self._dropped: int | None = None  # bytes of a body that is too long; once they are dropped, all later ones are
+        self._to_drop: int | None = None  # how many there are, if their number was sent
+        self._tail = b""  # of what was dropped
         self._beside = 0  # bytes since the last request's headers that were not its body, or came after its answer
         self._awaited: Any = None  # what the timer below waits for
         self._late: asyncio.TimerHandle | None = None
@@ -170,6 +177,9 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
+            return
+        if self._dropped is not None:
+            self._drop(data)
             return
         self._unset_keepalive_if_required()
         self._read += data
@@ -225,9 +235,17 @@ class Connection(H11Protocol):
             self.transport.abort()
             return False
         if self.cycle is cycle and cycle is not None:
-            self._beside += len(piece) - (len(cycle.body) - body)
+            taken = len(cycle.body) - body
+            self._body += taken
+            self._beside += len(piece) - taken
         else:
-            self._beside = 0
+            self._body, self._beside = 0 if self.cycle is None else len(self.cycle.body), 0
+        if self.conn.their_state is h11.SEND_BODY and self._is_too_long():
+            self._dropped = 0
+            self._drop(bytes(self._read))
+            self._read.clear()
+            self.transport.resume_reading()
+            return False
         self._watch()
         if self.transport.is_closing() or self.flow.read_paused:
             return False
@@ -236,10 +254,29 @@ class Connection(H11Protocol):
         return bool(self._read)
 
     def _left_of_body(self) -> int:
-        """Bytes that are still to come of a body whose length was sent; else 0, or if h11 does not tell."""
+        """Bytes still to come of a body whose length was sent, or of its chunk; 0 if h11 does not tell."""
         if self.conn.their_state is not h11.SEND_BODY or self.conn.trailing_data[0]:
             return 0
-        return int(getattr(self.conn._reader, "_remaining", 0))
+        reader = self.conn._reader
+        return int(getattr(reader, "_remaining", getattr(reader, "_bytes_in_chunk", 0)))
+
+    def _is_too_long(self) -> bool:
+        """Whether the body is one that the Door refuses, by the length that was sent or the bytes of its chunks."""
+        self._to_drop = getattr(self.conn._reader, "_remaining", None)
+        return self._body + (self._to_drop or 0) > self._all.options.max_body_bytes
+
+    def _drop(self, data: bytes) -> None:
+        """Drop ``data`` of a body that is too long. Its reader gets empty pieces, and the end of the body."""
+        cycle = self.cycle
+        assert self._dropped is not None
+        self._dropped += len(data)
+        self._tail = (self._tail + data[-len(_LAST_CHUNK) :])[-len(_LAST_CHUNK) :]
+        ended = self._tail == _LAST_CHUNK if self._to_drop is None else self._dropped >= self._to_drop
+        if ended or self._dropped > _DROPPED_BYTES:
+            cycle.more_body = False
+            if cycle.response_complete:
+                self.transport.close()
+        cycle.message_event.set()
 
     def read_on(self) -> None:
         """Parse and read again, after uvicorn has paused both."""
@@ -280,7 +317,7 @@ class Connection(H11Protocol):
     def _most_beside(self, answered: bool) -> int:
         """Bytes of chunks' sizes and extensions; after an answer the rest of the body, so that the client reads it."""
         most = self._all.options.max_body_bytes
-        return most + _FRAMES_BYTES if answered else most // 8 + _FRAMES_BYTES
+        return most + _FRAMES_BYTES if answered else most // 2 + _FRAMES_BYTES
 
     def _too_late(self) -> None:
         limit = self._all.options.header_timeout_s

@@ -68,7 +68,8 @@ class Door:
             scope["state"].update(tenant=tenant, client=self._client(tenant, scope.get("client")))
             length = headers.get(b"content-length", b"")
             if length.isdigit() and (len(length) > 18 or int(length) > self._options.max_body_bytes):
-                await _swallow(receive, self._options.max_body_bytes)
+                if b"expect" not in headers:  # such a client waits for the answer
+                    await _swallow(receive, self._options.max_body_bytes)
                 raise self._too_large(length.decode()[:18])
             await self._app(scope, self._limited(receive), out)
         except ApiError as error:
@@ -174,7 +175,7 @@ class Door:
 
 async def _swallow(receive: Receive, most: int) -> None:
     """Read the rest of a body, at most ``most`` bytes: a client reads no answer while it sends, and may never see one
-    if the connection is closed meanwhile.
+    if the connection is closed meanwhile. ``Connection`` drops the rest and sends empty pieces.
     """
     taken, deadline = 0, time.monotonic() + _SWALLOW_S
     while taken < most and (left := deadline - time.monotonic()) > 0:

@@ -44,7 +44,7 @@ class ServerOptions:
     allowed_hosts: tuple[str, ...] | None = None
     protect_metrics: bool = False
     trusted_proxies: tuple[str, ...] = ()
-    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_bytes: int = 2 * 1024 * 1024
     max_body_memory_mib: int = 8
     max_answer_bytes: int = 64 * 1024 * 1024
     max_tokenized_tokens: int = 131_072

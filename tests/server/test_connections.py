@@ -312,6 +312,54 @@ def test_many_small_headers_in_one_read_are_refused() -> None:
         assert _refused(server, "invalid") == 1
 
 
+# --- bodies that are too long -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["length", "chunks", "slowly", "no key"])
+def test_a_body_that_is_too_long_is_dropped(kind: str) -> None:
+    """A client that reads only after it has sent everything sees the answer, and no reset."""
+    body = b" " * (8 << 20)
+    key = "none" if kind == "no key" else "k"
+    head = f"POST /tokenize HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n"
+    with serve(api_keys=("k",), max_body_bytes=100_000) as server:
+        if kind == "chunks":
+            sent = b"Transfer-Encoding: chunked\r\n\r\n" + b"10000\r\n%s\r\n" % body[: 1 << 16] * 128 + b"0\r\n\r\n"
+        else:
+            sent = b"Content-Length: %d\r\n\r\n" % len(body) + body
+        connection = _connect(server, head.encode())
+        if kind == "slowly":
+            middle = len(sent) // 2
+            connection.sendall(sent[:middle])
+            time.sleep(0.3)
+            connection.sendall(sent[middle:])
+        else:
+            connection.sendall(sent)
+        answer = b""
+        with connection:
+            while piece := connection.recv(65536):  # raises for a reset
+                answer += piece
+        status = 401 if kind == "no key" else 413
+        assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+        assert _refused(server, "too_large") == (status == 413)
+        assert server.post("/tokenize", {"prompt": "a"}, authorization="Bearer k").status_code == 200
+
+
+def test_a_client_that_waits_before_its_body_is_told_at_once() -> None:
+    with serve(max_body_bytes=100) as server:
+        began = time.monotonic()
+        head = "POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 200\r\nExpect: 100-continue\r\n\r\n"
+        answer = _rest(_connect(server, head.encode()))
+        assert answer.startswith(b"HTTP/1.1 413 "), answer
+        assert time.monotonic() - began < 0.4
+
+
+def test_a_body_without_end_is_not_read_for_ever() -> None:
+    with serve(max_body_bytes=100) as server:
+        head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        with _connect(server, head) as connection, pytest.raises(ConnectionError):
+            connection.sendall(b"100000\r\n%s\r\n" % (b" " * (1 << 20)) * 300)
+
+
 # --- other clients ----------------------------------------------------------------------------------------------------
 
 

@@ -114,7 +114,7 @@ def serve(
     max_queued_requests: Annotated[
         int, _limit("Answers that may wait; more get 429, and one request for more 400.")
     ] = 1024,
-    max_body_bytes: Annotated[int, _limit("The most bytes of a request; more get 413.")] = 8 * 1024 * 1024,
+    max_body_bytes: Annotated[int, _limit("The most bytes of a request; more get 413.")] = 2 * 1024 * 1024,
     max_body_memory_mib: Annotated[
         int, _limit("The most memory of a request's numbers, texts, lists and objects; more get 413.")
     ] = 8,
