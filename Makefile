@@ -383,9 +383,9 @@ codegen-all: EVERYTHING = --everything $(TARGETS)
 codegen-all: codegen  ## compile all of them, whatever the record holds (TARGETS=sm_90)
 
 .PHONY: emulate
-emulate: $(SIDE)/.installed  ## run compiled kernels on this CPU: cases by OP=, CASE=, ARCH=sm_90, TRITON=side (docs/gpu.md)
-	@$(if $(TRITON),PYTHONPATH="$(CURDIR)/$(SIDE)") $(BIN)/python -m shardfuse.kernels.dev.ptx $(if $(OP),--op '$(OP)') $(if $(CASE),--case '$(CASE)') \
-	  $(if $(ARCH),--arch '$(ARCH)') $(ARGS)
+emulate: $(SIDE)/.installed  ## run compiled kernels on this CPU: cases by OP=, CASE=, or a script FILE=; ARCH=sm_90, TRITON=side (docs/gpu.md)
+	@$(if $(TRITON),PYTHONPATH="$(CURDIR)/$(SIDE)") $(BIN)/python -m shardfuse.kernels.dev.ptx$(if $(FILE),.script) $(if $(OP),--op '$(OP)') \
+	  $(if $(CASE),--case '$(CASE)') $(if $(ARCH),--arch '$(ARCH)') $(if $(FILE),'$(FILE)') $(ARGS)
 
 .PHONY: emulate-faults
 emulate-faults: $(SIDE)/.installed  ## which instructions of a kernel the emulator misses when they are left out (CASE=, ARCH=)

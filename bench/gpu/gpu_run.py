@@ -15,8 +15,8 @@ in a group of its own under a watchdog: a case, a test or a row that hangs or cr
 until its sources change, and a red case loses its own rows only. ``results.json`` holds the finished records.
 ``--accept DIR`` files them under bench/results/; it also takes the file of ``bench run --out FILE``.
 
-``--dry`` does the same on a CPU, with tiny shapes interpreted: it tests the path and measures nothing. It also
-rehearses what may go wrong (``rehearsal.py``).
+``--dry`` does the same on a CPU: smoke's kernels are compiled for the GPU and emulated, all others interpreted at tiny
+shapes. It tests the path and measures nothing. It also rehearses what may go wrong (``rehearsal.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pathlib import Path
 
 import torch
 
-from ...kernels.dev import registry
+from ...kernels.dev import registry, stand_in, stub_cuda
 from ...kernels.runtime.printing import console
 from ..harness import provenance, stale
 from ..harness.benchmark import Benchmark, Settings
@@ -63,6 +63,7 @@ SUMMARY_S = 5.0  # reserved for the end
 STARTUP_S = 90.0  # importing torch on a busy machine
 GPU_SECONDS_PER_ROW = 0.5
 SLOW_QUIET_S = 120.0  # of a row whose peer is compiled
+EMULATED_S = 90.0  # of a case that is emulated, on a busy machine
 LOST_ROWS = 2  # of a benchmark, after which a call leaves its other rows out; a hang counts as so many
 DRY_TESTS = ("tests/bench/test_stale.py",)
 LAST = "test_comm_gpu.py"  # of the tests marked gpu: its ranks wait for each other, so a fault in it costs the most
@@ -163,9 +164,13 @@ class GpuRun:
                         seen.append(event)
                         self.journal.add("smoke", source=sources[event["op"]], **event)
 
-                poisoned = {"SHARDFUSE_POISON": "1"}  # elements that a kernel does not write show as NaN
+                environment = {"SHARDFUSE_POISON": "1"}  # elements that a kernel does not write show as NaN
+                options, quiet_s = [], self.options.quiet_s
+                if self.options.dry:
+                    environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": _cache()}
+                    options, quiet_s = ["--emulate", stand_in.TARGET], max(quiet_s, EMULATED_S)
                 ending = self._run(
-                    f"{__package__}.smoke", cases, on_line, until, self.options.quiet_s, environment=poisoned
+                    f"{__package__}.smoke", cases, on_line, until, quiet_s, options=options, environment=environment
                 )
                 # A fault that ends the process may come to light after the case's own event.
                 lost = cases[len(seen)] if len(seen) < len(cases) and (not seen or seen[-1]["ok"]) else None
@@ -393,6 +398,13 @@ class GpuRun:
         self.log.flush()
 
 
+def _cache() -> str:
+    """Triton's cache outside of a run: what is emulated is no kernel that a GPU could use."""
+    from triton import knobs
+
+    return str(knobs.cache.dir)
+
+
 def _python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"{HARNESS}.{module}", *arguments]
 
@@ -440,6 +452,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--out DIR is missing: where the results go")
     if not options.dry and not torch.cuda.is_available():
         print("error: this machine has no GPU that torch can use; --dry does the same without one", file=sys.stderr)
+        return 2
+    if options.dry and stub_cuda.compiler() is None:
+        print("error: --dry emulates smoke's kernels, which needs a C compiler: install gcc", file=sys.stderr)
         return 2
     only = tuple(name for name in options.only.split(",") if name)
     phases = tuple(name for name in options.phases.split(",") if name)

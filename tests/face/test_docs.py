@@ -49,6 +49,7 @@ ON_A_CPU, BATCHING, HUB, SERVING = "cpu-0", "integrations-0", "integrations-1", 
 CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-8")
 CLIENTS, ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-7", "serving-9", "serving-10", "serving-11"
 SERVER, START, PLANNING, PREPARING = "server-0", "index-0", "plan-0", "training-0"
+EMULATED = "gpu-0"  # by tests/kernels/test_ptx_script.py
 
 
 def test_every_snippet_is_run():
@@ -75,6 +76,7 @@ def test_every_snippet_is_run():
         ENGINE_OVER_RANKS,
         ASYNCIO,
         TESTING,
+        EMULATED,
     }
 
 

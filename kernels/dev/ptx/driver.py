@@ -115,6 +115,12 @@ def install(arch: str, slots: int = 3) -> None:
         def get_current_target(self) -> Any:
             return GPUTarget("cuda", capability, 32)
 
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def get_benchmarker(self) -> Any:
+            return _instructions
+
     known = triton.backends.backends
     known["nvidia"] = type(known["nvidia"])(Backend, known["nvidia"].driver)
     driver.set_active(Driver())
@@ -122,6 +128,14 @@ def install(arch: str, slots: int = 3) -> None:
     device.program_slots = lambda device: slots  # type: ignore[assignment]
     fences.fenced(arch)  # is remembered, and asks the compiler as on a GPU as long as nothing is interpreted
     dispatch._INTERPRETING = True  # CPU tensors reach the kernels
+
+
+def _instructions(call: Callable[[], Any], *, quantiles: Any = None, **ignored: Any) -> Any:
+    """What ``triton.autotune`` compares in place of milliseconds: the instructions of one call."""
+    before = len(log)
+    call()
+    count = float(sum(result.executed for result in log[before:]))
+    return [count for _ in quantiles] if quantiles else count
 
 
 def differences(run: Callable[[], Mapping[str, torch.Tensor]]) -> list[str]:
