@@ -378,6 +378,7 @@ test-server: $(CLIENTS)/.installed  ## lm-eval against the server, on tasks of i
 codegen: $(SIDE)/.installed  ## compile the kernel configurations that changed, for every target, under both Tritons
 	@$(BIN)/python -m shardfuse.kernels.dev.codegen_report --write $(EVERYTHING)
 	@PYTHONPATH="$(CURDIR)/$(SIDE)" $(BIN)/python -m shardfuse.kernels.dev.codegen_report --write $(EVERYTHING)
+	@$(BIN)/python -m shardfuse.kernels.dev.counts_report --write $(if $(EVERYTHING),--everything)
 
 codegen-all: EVERYTHING = --everything $(TARGETS)
 codegen-all: codegen  ## compile all of them, whatever the record holds (TARGETS=sm_90)

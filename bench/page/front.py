@@ -85,7 +85,8 @@ ON_A_GPU = (
 def results(found: Sequence[Result]) -> list[str]:
     """What stands between the marks."""
     on_a_gpu = "On one GPU, bf16 but for the fp8 product, device time beside each peer in one run:"
-    return ["", *table(found), "", on_a_gpu, "", *table(found, ON_A_GPU), "", *textwrap.wrap(compiled(), 120), ""]
+    without = textwrap.wrap(f"{compiled()} {emulated()}", 120, break_long_words=False, break_on_hyphens=False)
+    return ["", *table(found), "", on_a_gpu, "", *table(found, ON_A_GPU), "", *without, ""]
 
 
 def table(results: Sequence[Result], rows: Sequence[Chosen] = CHOSEN) -> list[str]:
@@ -130,6 +131,21 @@ def compiled(folder: Path = RECORDS) -> str:
     return (
         f"Compiled for {', '.join(targets)} under Triton {tritons}: {len(builds):,} builds of kernels, of which "
         f"{spilling or 'none'} {'spills' if spilling < 2 else 'spill'} registers."
+    )
+
+
+def emulated(folder: Path = RECORDS) -> str:
+    """A sentence on the kernels that were run from their PTX on a CPU, from the record of what they did there."""
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("counts-*.json"))]
+    if not records:
+        raise LookupError(f"no record of what kernels do in {folder}: run make codegen")
+    names = [name.split() for record in records for name in record["cases"]]
+    kernels = {kernel for record in records for _, *rows in record["cases"].values() for kernel, *_ in rows}
+    count = {arch: sum(name[0] == arch for name in names) for arch in sorted({name[0] for name in names})}
+    cases = " and ".join(f"{number} cases for {arch}" for arch, number in count.items())
+    return (
+        f"Emulated from their PTX on a CPU, with every access checked and counted: {cases}, which launch "
+        f"{len(kernels)} kernels in each of their configurations."
     )
 
 

@@ -296,11 +296,21 @@ def inspect(
     op: Annotated[str | None, typer.Argument(help="An op, such as linear_act.")] = None,
     target: Annotated[str | None, typer.Option(help="A GPU architecture, such as sm_90; default: all.")] = None,
     all_ops: Annotated[bool, typer.Option("--all", help="Inspect every op.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Also print a row for each kernel.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also print a row for each kernel; with --run: for each line.")
+    ] = False,
+    run: Annotated[bool, typer.Option("--run", help="Run a case on this CPU and count what its kernels do.")] = False,
+    case: Annotated[str | None, typer.Option(help="With --run: cases whose name holds this; default: one.")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Compile an op's kernels ahead of time and show what the compiler made of them. Needs no GPU."""
     from .kernels.dev import inspection
 
+    if run:
+        from .kernels.dev import run_inspection
+
+        raise typer.Exit(run_inspection.inspect(op, target, case, all_ops=all_ops, json=json, verbose=verbose))
+    if case is not None:
+        raise ValueError(f"case={case!r}: only --run runs cases; add --run, or leave out --case")
     raise typer.Exit(inspection.inspect(op, target, json=json, verbose=verbose, all_ops=all_ops))

@@ -10,6 +10,9 @@ every access, and ``races.py`` those to global memory against each other, by wha
 ``launch.py`` runs a grid under ``settings.py``. ``driver.py`` puts it behind Triton's driver, so that the package's own
 launches arrive here; ``specialised.py`` checks their arguments against what was compiled.
 
+With ``Settings.count`` ``counters.py`` counts what a launch does by line of PTX, ``counted.py`` sums it up, and
+``assembled.py`` asks ptxas for the instructions of its machine code.
+
 ``__main__.py`` runs the ops' test cases, ``models.py`` those of models, and ``faults.py`` seeds faults into kernels,
 which must be found. What is not modelled stands in docs/gpu.md.
 """

@@ -216,7 +216,7 @@ def _allocations(arguments: list[tuple[str, Any]]) -> list[Allocation]:
     """
     tensors = [(kind, _plain(value.base) if kind.startswith("tensordesc") else value) for kind, value in arguments]
     found = [
-        Allocation(*_extent(value), f"argument {number} {tuple(value.shape)}")
+        Allocation(*_extent(value), f"argument {number} {tuple(value.shape)}", _origin(value), value.itemsize)
         for number, (kind, value) in enumerate(tensors)
         if kind.startswith(("*", "tensordesc")) and value is not None
     ]
@@ -241,6 +241,10 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
+def _origin(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _storages() -> list[Allocation]:
     found = {}
     for each in _older + _living():
@@ -248,7 +252,8 @@ def _storages() -> list[Allocation]:
             storage = each.untyped_storage()
             if storage.nbytes():
                 name = f"a tensor {tuple(each.shape)}"
-                found[storage.data_ptr()] = Allocation(storage.data_ptr(), storage.nbytes(), name)
+                at = storage.data_ptr()
+                found[at] = Allocation(at, storage.nbytes(), name, at, each.itemsize)
     return list(found.values())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .counters import Counters
 from .machine import Launch
 from .memory import Allocation, Reports, Shared
 from .parse import Parameter, parse
@@ -32,6 +33,7 @@ class Result:
     executed: int = 0  # instructions, of all threads together counted once
     seconds: float = 0.0
     reports: list[str] = dataclasses.field(default_factory=list)
+    counters: Counters | None = None  # with ``Settings.count``
 
 
 def execute(
@@ -52,8 +54,10 @@ def execute(
     result, begun = Result(kernel.name, grid, kernel.threads), time.perf_counter()
     reports = Reports(kernel) if reports is None else reports
     races = GlobalRaces(program.accesses, -(-kernel.threads // 32), allocations, reports, settings.memory)
+    result.counters = Counters(program, grid, allocations) if settings.count else None
+    begin = result.counters.launch if result.counters else Launch
     for ids in _chunks(program, grid, shared, settings):
-        launch = Launch(program, grid, ids, parameters, allocations, shared, reports, settings, races)
+        launch = begin(program, grid, ids, parameters, allocations, shared, reports, settings, races)
         try:
             launch.run(until - time.monotonic())
         except (RuntimeError, TimeoutError) as error:
@@ -103,7 +107,8 @@ def run(
     for number, (parameter, value) in enumerate(zip(program.kernel.params, arguments, strict=True)):
         if isinstance(value, np.ndarray):
             parameters.append(value.ctypes.data)
-            allocations.append(Allocation(value.ctypes.data, value.nbytes, f"argument {number} {value.shape}"))
+            name, at = f"argument {number} {value.shape}", value.ctypes.data
+            allocations.append(Allocation(at, value.nbytes, name, itemsize=value.itemsize))
         else:
             parameters.append(_bits(value, parameter))
     settings = dataclasses.replace(settings, end=end)

@@ -77,6 +77,7 @@ class Launch(Lanes, TensorCopies, WarpGroups):
     ) -> None:
         kernel = program.kernel
         self.program, self.parameters, self.end = program, parameters, settings.end
+        self.step = program.step
         self.early = settings.early
         self.threads, self.blocks = kernel.threads, len(ids)
         self.n = self.threads * self.blocks
@@ -127,7 +128,7 @@ class Launch(Lanes, TensorCopies, WarpGroups):
         self.end_products()
 
     def _run(self, until: float) -> None:
-        R, step = self.R, self.program.step
+        R, step = self.R, self.step
         sizes = [end - start for start, end in self.program.ranges]
         at: Any = 0
         last, again, steps, drawn = -1, 0, 0, np.random.default_rng(1)

@@ -38,6 +38,8 @@ class Allocation(NamedTuple):
     address: int
     size: int  # bytes
     name: str
+    origin: int = 0  # where its storage begins; 0: at ``address``
+    itemsize: int = 0  # bytes of an element; 0: not known
 
 
 class Reports:

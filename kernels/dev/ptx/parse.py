@@ -104,10 +104,12 @@ class Kernel:
     registers: dict[str, int] = field(default_factory=dict)  # name -> bits
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+    text: str = ""  # what was parsed
 
 
 def parse(text: str) -> Kernel:
     """The kernel of a module with one entry function; ValueError where there is none."""
+    whole = text
     text = re.sub(r"/\*.*?\*/", lambda found: "\n" * found[0].count("\n"), text, flags=re.S)
     text = re.sub(r"//[^\n]*", "", text)
     where = _locations(text)
@@ -123,6 +125,7 @@ def parse(text: str) -> Kernel:
         threads=int(threads[1]) if threads else 1,
         params=[_parameter(each) for each in entry[2].split(",") if each.strip()],
         shared=re.findall(r"\.shared[^;]*?\.b8\s+(\w+)\[\d*\]", text),
+        text=whole,
     )
     _Body(kernel, where).read(text, entry.end())
     return kernel

@@ -18,6 +18,7 @@ class Settings:
     early: bool = False  # copies land when they are issued, not when they are waited for
     memory: int = 8 << 30  # bytes that a launch's registers, shared memory and tables of accesses may need
     seconds: float = 600.0  # that a launch may take
+    count: bool = False  # ``Result.counters`` is filled: counters.py
 
 
 # Other machines: name -> fields that differ.
