@@ -378,10 +378,15 @@ test-server: $(CLIENTS)/.installed  ## lm-eval against the server, on tasks of i
 codegen: $(SIDE)/.installed  ## compile the kernel configurations that changed, for every target, under both Tritons
 	@$(BIN)/python -m shardfuse.kernels.dev.codegen_report --write $(EVERYTHING)
 	@PYTHONPATH="$(CURDIR)/$(SIDE)" $(BIN)/python -m shardfuse.kernels.dev.codegen_report --write $(EVERYTHING)
-	@$(BIN)/python -m shardfuse.kernels.dev.counts_report --write $(if $(EVERYTHING),--everything)
+	@$(if $(EVERYTHING),,$(BIN)/python -m shardfuse.kernels.dev.counts_report --write)
 
 codegen-all: EVERYTHING = --everything $(TARGETS)
 codegen-all: codegen  ## compile all of them, whatever the record holds (TARGETS=sm_90)
+
+.PHONY: codegen-counts
+codegen-counts: ARCH = sm_90
+codegen-counts: install  ## count again what kernels do in every recorded case (ARCH=sm_80): is it as recorded?
+	@$(BIN)/python -m shardfuse.kernels.dev.counts_report --recount '$(ARCH)'
 
 .PHONY: emulate
 emulate: $(SIDE)/.installed  ## run compiled kernels on this CPU: cases by OP=, CASE=, or a script FILE=; ARCH=sm_90, TRITON=side (docs/gpu.md)

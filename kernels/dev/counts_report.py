@@ -6,6 +6,7 @@ An emulator counts them exactly (``ptx/counters.py``), in cases that together la
 
     python -m shardfuse.kernels.dev.counts_report --write    count what changed, write it, fail where a gate does
     python -m shardfuse.kernels.dev.counts_report --check    run nothing: is every case recorded, as it is now?
+    python -m shardfuse.kernels.dev.counts_report --recount sm_90    count all of these again: are they as recorded?
 
 ``GATES`` hold for every launch, but for those that ``EXCUSES`` names with a reason; an excuse that no launch needs
 fails, so that it goes when its kernel is mended.
@@ -289,6 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("--write", action="store_true", help="count what changed and write the record")
     choice.add_argument("--check", action="store_true", help="say what of the record is stale or fails a gate; exit 1")
+    choice.add_argument("--recount", choices=ARCHS, help="count all again, and say what is not as recorded; exit 1")
     parser.add_argument("--everything", action="store_true", help="with --write: also what the record has already")
     parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
     options = parser.parse_args(arguments)
@@ -297,7 +299,12 @@ def main(arguments: list[str] | None = None) -> int:
         return write(options.jobs, everything=options.everything)
     import triton
 
-    lines = stale(triton.__version__, jobs=options.jobs) + problems(list(launches(read(triton.__version__))))
+    version, rows = triton.__version__, read(triton.__version__)
+    if options.recount:
+        lines = stale(version, [options.recount], options.jobs)
+        lines += differences(version, [name for name in rows if name.startswith(f"{options.recount} ")], options.jobs)
+    else:
+        lines = stale(version, jobs=options.jobs) + problems(list(launches(rows)))
     print("\n".join(lines) or "the record is whole")
     return 1 if lines else 0
 
