@@ -119,7 +119,6 @@ class _Walk:
         self._assumed = assumed
         self._values: dict[str, Any] = {}
         self._under_way: list[_Product] = []
-        self._allocated = 0
 
     def run(self, block: list[_Op]) -> list[Any]:
         """Run a region; what it yields."""
@@ -177,17 +176,17 @@ class _Walk:
         name = op.text.split(" ", 1)[0]
         operands = self._operands(op.text)
         if name == "ttg.local_alloc":
-            self._allocated += 1
-            self._set(op, [_Slot(self._allocated, None)])
+            slot = _Slot(op.line, None)  # the same one each time round
+            if operands:
+                self._write(slot, op)
+            self._set(op, [slot])
         elif name == "ttg.memdesc_index":
             base, at = operands[0], operands[1] if len(operands) > 1 else None
             self._set(op, [base._replace(at=at) if isinstance(base, _Slot) else None])
         elif name.startswith("ttg.memdesc_"):
             self._set(op, operands[:1])
         elif name in _WRITES:
-            target = next((value for value in operands[_WRITES[name] :] if isinstance(value, _Slot)), None)
-            if any(_overlap(target, read) for product in self._under_way for read in product.reads):
-                self.found.add(op.line)
+            self._write(next((value for value in operands[_WRITES[name] :] if isinstance(value, _Slot)), None), op)
         elif name == "ttng.warp_group_dot":
             if "isAsync = true" in op.text:
                 self._begin(operands[:2], None)
@@ -204,6 +203,10 @@ class _Walk:
             self._end(operands[0])
         else:
             self._set(op, [_arithmetic(op.text, name, operands)])
+
+    def _write(self, slot: _Slot | None, op: _Op) -> None:
+        if any(_overlap(slot, read) for product in self._under_way for read in product.reads):
+            self.found.add(op.line)
 
     def _begin(self, operands: list[Any], barrier: _Slot | None) -> None:
         self._under_way.append(_Product(tuple(slot for slot in operands if isinstance(slot, _Slot)), barrier))

@@ -58,11 +58,13 @@ def _fp32(chip: Chip, gemm: Gemm, fenced: bool) -> GemmConfig:
     if gemm.precision == "ieee":  # no tensor cores: plain FMAs
         narrow = crowded or "preact" in gemm.epilogue or (chip.spills_early and "row_sum" in gemm.epilogue)
         return GemmConfig(64, 32 if narrow else 64, 16, 8, 2, use_tma=False)
-    if chip.asynchronous and not gemm.aligned and not fenced:
+    # Beside TMA, Triton gives tf32 operands that are turned in registers one buffer, which tcgen05 may still read.
+    aligned = gemm.aligned and (chip.matrix == "wgmma" or gemm.layout == "nt")
+    if chip.asynchronous and not aligned and not fenced:
         return GemmConfig(32, 32 if crowded else 128, 32, 4, 2, use_tma=False)
     if chip.asynchronous:
         width = 64 if crowded else 128
-        return GemmConfig(128, width, 32, 8, 3 if chip.matrix == "wgmma" else 2, use_tma=gemm.aligned)
+        return GemmConfig(128, width, 32, 8, 3 if chip.matrix == "wgmma" else 2, use_tma=aligned)
     if not gemm.aligned and chip.spills_early and "row_sum" in gemm.epilogue:
         crowded = True
     return GemmConfig(64, 32 if crowded else 128 if gemm.aligned else 64, 32, 4, 2, use_tma=False)

@@ -80,6 +80,13 @@ def _tcgen05(buffers: int, waits: str) -> str:
     )  # fmt: skip
 
 
+def _from_registers(ttgir: str) -> str:
+    """Of the operands of each product the second is stored where it is then read."""
+    before, turn, after = ttgir.partition("ttg.memdesc_trans %read {order = array<i32: 1, 0>} : ")
+    assert turn
+    return before + "ttg.local_alloc %value : (tensor<64x64xbf16>) -> " + after
+
+
 @pytest.mark.parametrize(
     ("ttgir", "expected"),
     [
@@ -95,6 +102,11 @@ def _tcgen05(buffers: int, waits: str) -> str:
         (_tcgen05(3, "%before"), 0),
         (_tcgen05(2, "%before"), 1),
         (_tcgen05(2, "%done"), 0),
+        # An operand that comes from registers has one buffer, which each step writes.
+        (_from_registers(_tcgen05(3, "%before")), 1),
+        (_from_registers(_tcgen05(3, "%done")), 0),
+        (_from_registers(_wgmma(3)), 1),
+        (_from_registers(_wgmma(3, pendings=0)), 0),
     ],
 )
 def test_copies_beneath_a_product_are_counted(ttgir, expected):

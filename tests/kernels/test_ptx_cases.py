@@ -24,6 +24,11 @@ KERNELS |= {"_norm_bwd_wide_kernel", "_norm_params_kernel", "_norm_sum_kernel", 
 KERNELS |= {"_plan_kernel", "_paged_attention_fwd_kernel", "_merge_kernel", "_write_kv_kernel", "_copy_blocks_kernel"}
 KERNELS |= {"_dropout_kernel", "_statistics_kernel", "_gradient_kernel"}
 
+# Of the test cases for Blackwell those that make every form of product, and norms.
+BLACKWELL = ["t40-d48-f64-bf16-gelu_tanh", "t64-d33-f31-fp16-gelu_erf", "t40-d64-f64-bf16-silu"]
+BLACKWELL += ["t100-d40-f48-bf16-bias-fp32", "t33-d48-f40-bf16-training-row", "t20-d24-v64-fp16-once-bias"]
+BLACKWELL += ["prefill-g2-h32-p16-bf16", "mixed-g2-h128-p16-fp16", "t6-d1000-bf16-residual_same"]
+
 # Two tiles of attention, one of them of invariant mode.
 FENCED = ("--models", "all", "--op", "paged_attention", "--case", "llama8b-bf16", "--case", "llama8b-invariant-bf16")
 
@@ -65,6 +70,30 @@ def test_every_case_for_sm_90():
 def test_a_case_of_models_for_every_configuration():
     """Loops that refill their pipelines, programs with several tiles; all cases are run nightly."""
     answers = _emulated("--arch", "sm_90", "--models", "some")
+    _ran_and_are_right(answers)
+    assert {name for each in answers for name in each["launches"]} >= KERNELS
+
+
+def test_a_sample_for_sm_100():
+    """Products with and without TMA, in 16 and 8 bits, of which attention keeps one operand in tensor memory."""
+    answers = _emulated("--arch", "sm_100", *(option for name in BLACKWELL for option in ("--case", name)))
+    _ran_and_are_right(answers)
+    assert len(answers) >= len(BLACKWELL)
+    reports = {report for each in answers for report in each["reports"]}
+    assert any(report.startswith("note: read of tensor memory") for report in reports)  # it is used
+
+
+@pytest.mark.nightly(seconds=45)
+@pytest.mark.parametrize("arch", ["sm_100", "sm_120"])
+def test_every_case_for_blackwell(arch: str):
+    answers = _emulated("--arch", arch)
+    assert len(answers) == sum(len(spec.tagged("test")) for spec in registry.ops().values())
+    _ran_and_are_right(answers)
+
+
+@pytest.mark.nightly(seconds=100)
+def test_a_case_of_models_for_every_configuration_of_sm_100():
+    answers = _emulated("--arch", "sm_100", "--models", "some")
     _ran_and_are_right(answers)
     assert {name for each in answers for name in each["launches"]} >= KERNELS
 

@@ -40,7 +40,7 @@ def _products(op: str, arch: str) -> Iterator[tuple[models.Small, list[device.La
         yield small, launches
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
 @pytest.mark.parametrize("op", LAUNCHES)
 def test_every_build_of_a_product_is_launched(op: str, arch: str):
     built = {build.config for build in registry.op(op).builds(arch)}
@@ -61,7 +61,7 @@ def test_pipelines_are_refilled(op: str):
     assert not shallow
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_every_build_of_attention_is_launched(arch: str):
     from shardfuse.kernels.dev.cases import paged_builds
 

@@ -136,6 +136,13 @@ def packed(operation: str, given: Sequence[Array], kind: str) -> Array:
     return joined(half(operation, low, kind), half(operation, high, kind))
 
 
+def pairs(operation: str, given: Sequence[Array], *, ftz: bool) -> Array:
+    """The same of two numbers of fp32 in each register of 64 bits."""
+    x, y, *z = (flush(each.view(f4)) if ftz else each.view(f4) for each in given)
+    result = fma(x, y, *z) if z else {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation](x, y)
+    return (flush(result) if ftz else result).view(u8)
+
+
 def minimum(a: Array, b: Array, *, nan: bool, largest: bool = False, magnitudes: bool = False) -> Array:
     """min or max; -0 is less than +0. NaN is passed on with ``nan``, and loses otherwise.
 

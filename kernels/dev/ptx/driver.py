@@ -29,8 +29,8 @@ from .program import Program
 from .settings import VARIATIONS, Settings
 from .specialised import leaves, problems
 
-# Targets of NVIDIA's before Blackwell: name -> compute capability, 90 for 9.0.
-ARCHS = {name: int(number) for name, (backend, number, _) in TARGETS.items() if backend == "cuda" and int(number) < 100}
+# NVIDIA's targets: name -> compute capability, 90 for 9.0.
+ARCHS = {name: int(number) for name, (backend, number, _) in TARGETS.items() if backend == "cuda"}
 
 log: list[Result] = []  # of every launch since the last ``log.clear()``
 settings = Settings()  # of the launches to come

@@ -57,7 +57,7 @@ _DEEP: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {
     ),
     "layer_norm": ("layer_norm", "t6-d1000-bf16-residual_same", {"T": 3, "D": 32776}, {}),
 }
-_ACCESSES = ("ld", "st", "atom", "red", "cp", "mbarrier", "tensormap")
+_ACCESSES = ("ld", "st", "atom", "red", "cp", "mbarrier", "tensormap", "tcgen05")
 _KINDS = ("wait", "barrier", "fence", "mbarrier", "commit", "guard", "size")
 _USUAL = Settings()
 _LEAST_SECONDS, _SLOWER = 20.0, 10  # what a launch with a fault may take; times as long as without
@@ -127,6 +127,8 @@ def _kind(i: Instruction) -> str:
         return "fence"
     if i.parts[0] == "mbarrier":
         return "mbarrier"
+    if i.parts[0] == "tcgen05":
+        return {"wait::ld": "wait", "wait::st": "wait", "commit": "commit"}.get(i.parts[1], "")
     return "commit" if "commit_group" in i.opcode else ""
 
 

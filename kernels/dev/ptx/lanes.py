@@ -65,6 +65,20 @@ class Lanes:
             grouped = np.where(guard.reshape(-1, 32), grouped, value.dtype.type(neutral))
         return np.repeat(function.reduce(grouped, 1, dtype=value.dtype), 32)
 
+    def reduce_numbers(
+        self, operation: str, value: Array, guard: Guard, where: int, *, nan: bool, magnitudes: bool, whole: bool
+    ) -> Array:
+        """redux.sync of fp32, least or largest. NaN counts with ``nan`` alone, or where there is nothing else."""
+        if whole:
+            self.check_whole(guard, 32, "redux", where)
+        value = np.abs(value) if magnitudes else value
+        found = np.full(self.n // 32, arithmetic._NAN if not nan else np.inf * (1 if operation == "min" else -1), "f4")
+        active = np.ones(self.n, bool) if guard is None else guard
+        for lanes, there in zip(value.reshape(-1, 32).T, active.reshape(-1, 32).T):
+            least = arithmetic.minimum(found, lanes, nan=nan, largest=operation == "max")
+            found = np.where(there, least, found)
+        return np.repeat(found, 32)
+
     def elect(self, guard: Guard) -> tuple[Array, Array]:
         """(the lowest lane of each warp that takes part, whether a thread is that)."""
         active = np.ones((self.n // 32, 32), bool) if guard is None else guard.reshape(-1, 32)

@@ -18,6 +18,7 @@ from .parse import Parameter, parse
 from .program import SHARED_BASE, Program
 from .races import GlobalRaces
 from .settings import Settings
+from .tensor_memory import TensorMemory
 
 LANES = Settings().lanes  # threads that run side by side, in whole blocks
 _USUAL = Settings()
@@ -76,6 +77,7 @@ def _chunks(program: Program, grid: tuple[int, int, int], shared: int, settings:
     count, kernel = math.prod(grid), program.kernel
     each = kernel.threads * sum(-(-bits // 8) for bits in kernel.registers.values())
     each += Shared.bytes_of(shared, -(-kernel.threads // 32), program.granule, SHARED_BASE)
+    each += TensorMemory.bytes_of(-(-kernel.threads // 32)) if program.tensor_memory else 0
     side_by_side = count if program.waits_for_others else 1
     if side_by_side * each > settings.memory:
         raise MemoryError(

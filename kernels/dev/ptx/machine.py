@@ -22,6 +22,8 @@ from .program import EXIT, SHARED_BASE, Program
 from .races import GlobalRaces
 from .settings import Settings
 from .tensor_copies import TensorCopies
+from .tensor_cores import TensorCores
+from .tensor_memory import TensorMoves
 from .warp_groups import WarpGroups
 
 u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -60,7 +62,7 @@ _PATIENCE = 500  # times that a basic block may follow itself while other thread
 _TURN = 8  # of so many steps one is drawn, in kernels that wait for other blocks
 
 
-class Launch(Lanes, TensorCopies, WarpGroups):
+class Launch(Lanes, TensorCopies, WarpGroups, TensorMoves, TensorCores):
     """``ids`` are the blocks of ``grid`` that run here, [blocks, 3]; ``races`` those of the whole grid's accesses."""
 
     def __init__(
@@ -109,6 +111,8 @@ class Launch(Lanes, TensorCopies, WarpGroups):
         self._filled: dict[int, Array] = {}
         self.start_copies()
         self.start_products()
+        self.start_tensor_memory(settings)
+        self.start_tensor_cores()
 
     def _unwritten(self, bits: int, poison: int) -> Array:
         return np.full(self.n, poison >> 1 & 1 if bits == 1 else poison & ((1 << bits) - 1), _DTYPES[bits])
@@ -124,6 +128,8 @@ class Launch(Lanes, TensorCopies, WarpGroups):
             self._run(until)
         for copy in self.pending:
             self.reports.add("a copy that is never waited for", copy["where"])
+        self.end_tensor_cores()
+        self.end_tensor_memory()
         self.end_copies()
         self.end_products()
 

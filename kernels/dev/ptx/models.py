@@ -74,7 +74,7 @@ _PROJECTIONS: dict[str, dict[tuple[str, str, int], tuple[int, ...]]] = {
         ("llama3-8b", "qkv", 1): (1, 64, 256, 1024),
         ("llama3-8b", "qkv", 2): (1,),
         ("llama3-8b", "qkv", 8): (256,),
-        ("llama3-8b", "up", 4): (32,),
+        ("llama3-8b", "up", 4): (32, 64),
     },
     "gated_linear": {
         ("llama3-8b", "gate_up", 1): (64,),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 # Bits of a register or an operand by type.
 BITS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16}
 BITS |= {"b32": 32, "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "tf32": 32}
-BITS |= {"b64": 64, "u64": 64, "s64": 64, "f64": 64, "b128": 128}
+BITS |= {"f32x2": 64, "b64": 64, "u64": 64, "s64": 64, "f64": 64, "b128": 128}
 
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?$")
 _FLOAT = re.compile(r"0[fFdD]([0-9a-fA-F]+)$")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arithmetic, convergence, units
+from . import arithmetic, convergence, tcgen05, units
 from .accesses import accesses
 from .parse import BITS, Address, Immediate, Instruction, Kernel, Symbol, Vector, registers_of
 from .translate import Translator, Unknown
@@ -44,6 +44,8 @@ class Program:
         self._near_products = self._found_near_products(straight)
         self._early = self._found_early(straight)
         self.unfenced = frozenset(self._found_unfenced(straight))
+        self.tensor_memory = tcgen05.used(kernel)
+        self._touched_loads = tcgen05.touched_early(kernel, straight)
         self.ranges = [part for each in straight for part in convergence.parts(kernel.code, *each)]
         self.number = {start: n for n, (start, _) in enumerate(self.ranges)}
         self.number[len(kernel.code)] = EXIT
@@ -81,6 +83,7 @@ class Program:
         early, lines = self._early, ["def step(S, R, m):"]
         for n in range(start, end):
             lines += [f"    S.wait_for_registers({early[n]}, {n})"] if n in early else []
+            lines += [f"    S.touch_loads({self._touched_loads[n]}, {n})"] if n in self._touched_loads else []
             try:
                 lines += [f"    {line}" for line in self._lines(n, masked)]
             except Unknown as error:

@@ -155,6 +155,10 @@ class Translator:
                 text = f"{self.source(args[1], kind)} {_INFIX[base]} {self.source(args[2], kind)}"
         elif kind in _HALVES:
             text = self._packed(i, _HALVES[kind])
+        elif kind == "f32x2":
+            return [self.put(args[0], self._pairs(i), "b64", guard)]
+        elif i.parts[1:-1] == ["rn", "f32"] and kind in ("f16", "bf16"):
+            return [self.put(args[0], self._mixed(i, kind), "f32", guard)]
         elif kind in _FLOATS:
             text = self._float(i, kind)
         elif kind == "f64":
@@ -292,6 +296,22 @@ class Translator:
             return f"({registers[0]} & u4(0x7FFF7FFF))"
         if base == "neg":
             return f"({registers[0]} ^ u4(0x80008000))"
+        raise Unknown(i.opcode)
+
+    def _pairs(self, i: Instruction) -> str:
+        base, registers = i.parts[0], [self.array(each, "b64") for each in i.args[1:]]
+        if set(i.parts[1:-1]) - {"rn", "ftz"} or base not in ("add", "sub", "mul", "fma"):
+            raise Unknown(i.opcode)
+        return f"A.pairs('{base}', [{', '.join(registers)}], ftz={'ftz' in i.parts})"
+
+    def _mixed(self, i: Instruction, half: str) -> str:
+        """add and sub of a 16-bit number and fp32, fma of two and fp32."""
+        base, (*halves, last) = i.parts[0], i.args[1:]
+        values = [f"{self.array(each, half)}.astype(f4)" for each in halves] + [self.array(last, "f32")]
+        if base == "fma" and len(values) == 3:
+            return f"A.fma({', '.join(values)})"
+        if base in ("add", "sub") and len(values) == 2:
+            return f"({values[0]} {_INFIX[base]} {values[1]})"
         raise Unknown(i.opcode)
 
     def _mov(self, args: list[Operand], kind: str, guard: str | None) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from . import tcgen05
 from .parse import BITS, Address, Immediate, Instruction, Operand, Register, Symbol, Vector
 from .translate import Translator, Unknown
 
@@ -48,6 +49,8 @@ def lines(t: Translator, n: int, i: Instruction, guard: str | None) -> list[str]
         return _mbarrier(t, n, i, guard)
     if base == "tensormap":
         return _tensormap(t, n, i, guard)
+    if base == "tcgen05":
+        return tcgen05.lines(t, n, i, guard)
     return _wgmma(t, n, i, guard) if base == "wgmma" else None
 
 
@@ -99,10 +102,13 @@ def _across(t: Translator, n: int, i: Instruction, guard: str | None) -> list[st
         found.append(t.put(args[0], "t[0]", "b32", guard))
         return found + ([t.put(args[1], "t[1]", "pred", guard)] if len(args) == 6 else [])
     if base == "redux":
-        if parts[-1] == "f32":
-            raise Unknown(i.opcode)
         whole = isinstance(args[2], Immediate) and args[2].value & 0xFFFFFFFF == 0xFFFFFFFF
         call = f"S.reduce('{parts[2]}', {t.array(args[1], parts[-1])}, {whole}, {guard}, {n})"
+        if parts[-1] == "f32":
+            if set(parts[3:-1]) - {"abs", "NaN"} or parts[2] not in ("min", "max"):
+                raise Unknown(i.opcode)
+            options = f"nan={'NaN' in parts}, magnitudes={'abs' in parts}, whole={whole}"
+            call = f"S.reduce_numbers('{parts[2]}', {t.array(args[1], 'f32')}, {guard}, {n}, {options})"
         return [t.put(args[0], call, parts[-1], guard)]
     if base == "elect":
         found = [f"t = S.elect({guard})", t.put(args[0], "t[0]", "b32", guard)]
