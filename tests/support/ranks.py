@@ -51,9 +51,13 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """Workers in order of rank; ``pool(world, body, *args)`` uses the first ``world`` of them."""
+    """Workers in order of rank; ``pool(world, body, *args)`` uses the first ``world`` of them.
 
-    def __init__(self) -> None:
+    ``environment`` are variables that the workers have besides this process's.
+    """
+
+    def __init__(self, **environment: str) -> None:
+        self._environment = environment
         self._workers: list[_Worker | None] = []  # by rank; None: one that was ended
         self._store: Any = None
         self._calls = 0
@@ -102,7 +106,9 @@ class Pool:
 
             self._store = loopback_store()
         self._workers += [None] * (world - len(self._workers))
-        fresh = [_Worker(rank) for rank, worker in enumerate(self._workers[:world]) if worker is None]
+        fresh = [
+            _Worker(rank, self._environment) for rank, worker in enumerate(self._workers[:world]) if worker is None
+        ]
         for worker in fresh:
             self._workers[worker.rank] = worker
         _collect(fresh, START_TIMEOUT)
@@ -117,10 +123,10 @@ class Pool:
 class _Worker:
     """One process and the pipe to it."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, more: dict[str, str]) -> None:
         self.rank = rank
         self.connection, theirs = Pipe()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": str(rank)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": str(rank)} | more
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), str(rank), str(os.getpid())],
             pass_fds=[theirs.fileno()],

@@ -79,7 +79,7 @@ def used(kernel: Kernel) -> bool:
 
 
 def touched_early(kernel: Kernel, ranges: Iterable[tuple[int, int]]) -> dict[int, bool]:
-    """Instructions that touch registers which a tcgen05.ld before them may still write, and whether they only move them.
+    """Instructions that touch registers which a tcgen05.ld before them may still write; whether they only move them.
 
     None of these has a tcgen05.wait::ld before it on every way there.
     ``ranges``: the basic blocks. They are looked at until what is under way at their starts grows no more.
