@@ -393,6 +393,10 @@ emulate: $(SIDE)/.installed  ## run compiled kernels on this CPU: cases by OP=, 
 	@$(if $(TRITON),PYTHONPATH="$(CURDIR)/$(SIDE)") $(BIN)/python -m shardfuse.kernels.dev.ptx$(if $(FILE),.script) $(if $(OP),--op '$(OP)') \
 	  $(if $(CASE),--case '$(CASE)') $(if $(ARCH),--arch '$(ARCH)') $(if $(FILE),'$(FILE)') $(ARGS)
 
+.PHONY: emulate-ranks
+emulate-ranks: install  ## likewise the kernels of several ranks, under schedules that look for trouble (ARCH=sm_80, ARGS='--ranks 4')
+	@$(BIN)/python -m shardfuse.kernels.dev.ptx.ranks $(if $(ARCH),--arch '$(ARCH)') $(ARGS)
+
 .PHONY: emulate-faults
 emulate-faults: $(SIDE)/.installed  ## which instructions of a kernel the emulator misses when they are left out (CASE=, ARCH=)
 	@$(BIN)/python -m shardfuse.kernels.dev.ptx.faults $(if $(CASE),--case '$(CASE)') $(if $(ARCH),--arch '$(ARCH)') $(ARGS)

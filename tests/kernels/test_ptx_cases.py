@@ -83,21 +83,6 @@ def test_a_sample_for_sm_100():
     assert any(report.startswith("note: read of tensor memory") for report in reports)  # it is used
 
 
-@pytest.mark.nightly(seconds=45)
-@pytest.mark.parametrize("arch", ["sm_100", "sm_120"])
-def test_every_case_for_blackwell(arch: str):
-    answers = _emulated("--arch", arch)
-    assert len(answers) == sum(len(spec.tagged("test")) for spec in registry.ops().values())
-    _ran_and_are_right(answers)
-
-
-@pytest.mark.nightly(seconds=100)
-def test_a_case_of_models_for_every_configuration_of_sm_100():
-    answers = _emulated("--arch", "sm_100", "--models", "some")
-    _ran_and_are_right(answers)
-    assert {name for each in answers for name in each["launches"]} >= KERNELS
-
-
 def test_a_sample_for_sm_80():
     answers = _emulated("--arch", "sm_80", "--part", "2/20")
     assert len(answers) >= 8

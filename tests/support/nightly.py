@@ -52,14 +52,14 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make test-portable ARGS='--run 1 --half 1'", 290),
         Part("make fuzz SECONDS=30 SEED={seed} ARGS=tests/fuzz/test_layouts.py", 75),
     ),
-    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 1/8\"", 400),),
+    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 1/10\"", 400),),
     (Part("make test-oldest JOBS='ranks-1 rest-1'", 480),),
     (
         Part("make test-portable ARGS='--run 1 --half 2'", 290),
         Part("make fuzz SECONDS=30 SEED={seed} ARGS=tests/fuzz/test_engine.py", 40),
         Part("make fuzz SECONDS=30 SEED={seed} ARGS=tests/fuzz/test_faults.py", 45),
     ),
-    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 2/8\"", 400),),
+    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 2/10\"", 400),),
     (
         Part("make codegen-all TARGETS='sm_90'", 450),
         Part("make docs", 25),
@@ -69,7 +69,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make fuzz SECONDS=30 SEED={seed} ARGS=tests/fuzz/test_load.py", 60),
         Part("make fuzz SECONDS=30 SEED={seed} ARGS=tests/fuzz/test_starts.py", 45),
     ),
-    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 3/8\"", 400),),
+    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 3/10\"", 400),),
     (Part("make test-newest JOBS='ranks-1 rest-1'", 480),),
     (Part("make test-vllm ARGS='--part 1/2'", 310),),
     (
@@ -77,7 +77,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make test-hub", 40),
         Part("make test-contracts", 15),
     ),
-    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 4/8\"", 560),),
+    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 4/10\"", 400),),
     (Part("make test-oldest JOBS='ranks-2 rest-2'", 480),),
     (
         Part("make test-transformers TRANSFORMERS=5.17.0", 250),
@@ -87,7 +87,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make test-portable ARGS='--run 3 --half 1'", 290),
         Part("make test-vllm-server", 120),
     ),
-    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 5/8\"", 400),),
+    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 5/10\"", 400),),
     (Part("make test-newest JOBS='ranks-2 rest-2'", 480),),
     (
         Part("make codegen-all TARGETS='sm_100'", 450),
@@ -97,14 +97,14 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make test-portable ARGS='--run 3 --half 2'", 290),
         Part("make release-check UNRELEASED=1", 60),
     ),
-    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 6/8\"", 400),),
+    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 6/10\"", 400),),
     (Part("make test-oldest JOBS='interpret-1 interpret-2 interpret-3 interpret-4 codegen-1 codegen-2 demo'", 500),),
     (Part("make test-vllm ARGS='--part 2/2'", 310),),
     (
         Part("make test-portable ARGS='--run 4 --half 1'", 290),
         Part("make fuzz SECONDS=30 SEED={seed} ARGS=tests/fuzz/test_checkpoint_files.py", 220),
     ),
-    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 7/8\"", 400),),
+    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 7/10\"", 400),),
     (Part("make test-newest JOBS='interpret-1 interpret-2 interpret-3 interpret-4 codegen-1 codegen-2 demo'", 500),),
     (
         Part("make test-transformers TRANSFORMERS=5.22.2", 100),
@@ -114,7 +114,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make test-portable ARGS='--run 4 --half 2'", 290),
         Part("make test-trained", 200),
     ),
-    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 8/8\"", 400),),
+    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 8/10\"", 400),),
     (
         Part("make test-finetuned", 400),
         Part("make test-formats", 20),
@@ -132,6 +132,19 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make emulate TRITON=side ARGS='--models some'", 100),
     ),
     (Part("make emulate ARGS='--models all'", 300),),
+    (
+        Part("make emulate ARCH=sm_100", 60),
+        Part("make emulate ARCH=sm_100 ARGS='--models all'", 300),
+        Part("make emulate ARCH=sm_120", 60),
+    ),
+    (Part("make codegen-counts ARCH=sm_90", 400),),
+    (Part("make codegen-counts ARCH=sm_80", 250),),
+    (
+        Part("make emulate-ranks", 150),
+        Part("make emulate-ranks ARCH=sm_80", 180),
+    ),
+    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 9/10\"", 400),),
+    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 10/10\"", 400),),
     (
         Part("make emulate ARGS='--approximate up'", 80),
         Part("make emulate ARGS='--approximate down'", 80),

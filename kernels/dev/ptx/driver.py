@@ -61,8 +61,9 @@ def _emulate(config: Any, image: Any, arguments: Any) -> None:
                 f"{program.kernel.name}: blocks of {block} threads, compiled for {program.kernel.threads}"
             )
         parameters = [int.from_bytes(each, "little") for each in given]
-        result = execute(program, grid, parameters, _memory, config.contents.shared, settings)
-        result.reports += [f"{problem}: {program.kernel.name}" for problem in _problems]
+        memory, of_arguments = list(_memory), list(_problems)  # another thread's launch may begin before this one ends
+        result = execute(program, grid, parameters, memory, config.contents.shared, settings)
+        result.reports += [f"{problem}: {program.kernel.name}" for problem in of_arguments]
         log.append(result)
     except BaseException as error:
         _errors.append(error)

@@ -330,6 +330,12 @@ class Launch(Lanes, TensorCopies, WarpGroups, TensorMoves, TensorCores):
             found.append(old.view(f"u{size}"))
         return found
 
+    def fence_memory(self, guard: Guard, where: int) -> None:
+        """fence.acq_rel, fence.sc and membar: global memory is coherent here; ``ranks`` has memory that is not."""
+
+    def fence_global(self, guard: Guard) -> None:
+        """fence.proxy.async of global memory: likewise."""
+
     # --------------------------------------------------------------------------------------------------------- copies
 
     def copy(self, to: Array, source: Array, size: int, given: Array, guard: Guard, where: int) -> None:

@@ -42,7 +42,7 @@ def lines(t: Translator, n: int, i: Instruction, guard: str | None) -> list[str]
     if base in ("shfl", "redux", "elect", "ldmatrix", "stmatrix", "mma"):
         return _across(t, n, i, guard)
     if base in ("membar", "fence"):
-        return _fence(t, i, guard)
+        return _fence(t, n, i, guard)
     if base == "cp":
         return _copy(t, n, i, guard)
     if base == "mbarrier":
@@ -128,16 +128,20 @@ def _across(t: Translator, n: int, i: Instruction, guard: str | None) -> list[st
     return found + [t.put(each, f"t[{k}]", "b32", guard) for k, each in enumerate(_items(args[0]))]
 
 
-def _fence(t: Translator, i: Instruction, guard: str | None) -> list[str]:
+def _fence(t: Translator, n: int, i: Instruction, guard: str | None) -> list[str]:
     if i.opcode in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
-        return [f"S.fence_proxy({guard})"]
+        of_global = [f"S.fence_global({guard})"] if i.opcode == "fence.proxy.async" else []
+        return [f"S.fence_proxy({guard})", *of_global]
+    if i.opcode == "fence.proxy.async.global":
+        return [f"S.fence_global({guard})"]
     if i.opcode.startswith("fence.mbarrier_init"):
         return [f"S.fence_barriers({guard})"]
     if i.opcode.startswith("fence.proxy.tensormap::generic.acquire"):
         return [f"S.acquire_descriptor({t.address(i.args[0])}, {guard})"]
-    harmless = ("fence.proxy.async.global", "fence.proxy.tensormap", "fence.acq_rel", "fence.sc")
-    if i.opcode.startswith((*harmless, "membar")):
-        return ["pass"]  # global memory is coherent here, and a descriptor is read when it is used
+    if i.opcode.startswith(("fence.acq_rel", "fence.sc", "membar")):
+        return [f"S.fence_memory({guard}, {n})"]
+    if i.opcode.startswith("fence.proxy.tensormap"):
+        return ["pass"]  # a descriptor is read when it is used
     raise Unknown(i.opcode)
 
 
