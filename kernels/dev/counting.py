@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,12 +18,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime import cache_key, device, dispatch
-from . import registry, workers
+from ..runtime.chips import converts_e4m3
+from . import registry, stub_cuda, workers
 from .ptx import assembled, counted, driver, models
 from .ptx.models import Small
 from .ptx.settings import Settings
 from .registry import OpSpec
 
+# Of Blackwell's instructions it is not known which unit they use how long.
+ARCHS = tuple(name for name, capability in driver.ARCHS.items() if capability < 100)
 SLOTS = 3  # multiprocessors, so that programs have several tiles
 NO_TRITON = "counting needs Triton, which is not installed here (pip install triton; Linux only)"
 NO_COMPILER = "counting needs a C compiler, for the stub of CUDA's driver: install gcc"
@@ -38,20 +40,20 @@ class Question(NamedTuple):
     test: bool = False
 
 
-def cases(spec: OpSpec) -> list[tuple[Question, Small]]:
-    """Those of models first."""
-    found = [(Question(spec.name, small.name), small) for small in models.cases(spec)]
+def cases(spec: OpSpec, *, deep: bool = False) -> list[tuple[Question, Small]]:
+    """Those of models first, with ``deep`` as ``models.cases`` makes them."""
+    found = [(Question(spec.name, small.name), small) for small in models.cases(spec, deep=deep)]
     tests = [(Question(spec.name, case.name, True), Small(case.name, case)) for case in spec.tagged("test")]
     return found + tests
 
 
 def require(arch: str) -> None:
-    """Raise ValueError for an ``arch`` that is not emulated, RuntimeError where something is missing here."""
-    if arch not in driver.ARCHS:
-        raise ValueError(f"target={arch!r}: kernels run without a GPU as for {', '.join(driver.ARCHS)}; choose one")
+    """Raise ValueError for an ``arch`` that is not counted, RuntimeError where something is missing here."""
+    if arch not in ARCHS:
+        raise ValueError(f"target={arch!r}: what kernels do is counted for {', '.join(ARCHS)}; choose one")
     if dispatch.triton_version() is None:
         raise RuntimeError(NO_TRITON)
-    if shutil.which("gcc") is None and shutil.which("cc") is None:
+    if stub_cuda.compiler() is None:
         raise RuntimeError(NO_COMPILER)
 
 
@@ -61,15 +63,17 @@ def count(
     *,
     jobs: int | None = None,
     machine: bool = False,
+    deep: bool = False,
     on_answer: Callable[[int, dict[str, Any]], None] = lambda index, answer: None,
 ) -> list[dict[str, Any]]:
     """An answer for each case: "launches", each a ``counted.Summary`` as a dictionary with its "ratios"; "faults" that
     the emulator reports; "seconds"; or "error". ``on_answer`` is called in this thread as they come.
 
-    With ``machine`` each launch has "machine" too: instructions by unit and element as ptxas makes them.
+    With ``machine`` each launch has "machine" too: instructions by unit and element as ptxas makes them. With ``deep``
+    loops are long enough to show a steady state: twice their pipelines' stages.
     """
     require(arch)
-    requests = [{**question._asdict(), "run": True, "machine": machine} for question in questions]
+    requests = [{**question._asdict(), "run": True, "machine": machine, "deep": deep} for question in questions]
     return _ask(requests, arch, jobs, on_answer)
 
 
@@ -78,7 +82,7 @@ def sources(questions: Sequence[Question], arch: str, *, jobs: int | None = None
     does; or "error". Nothing runs.
     """
     require(arch)
-    return _ask([{**question._asdict(), "run": False} for question in questions], arch, jobs)
+    return _ask([{**question._asdict(), "run": False, "deep": False} for question in questions], arch, jobs)
 
 
 def chosen(arch: str) -> list[Question]:
@@ -111,19 +115,18 @@ def _ask(
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     if request["op"] is None:
-        specs = [spec for spec in registry.ops().values() if _exists(spec)]
+        arch = device.architecture(torch.device("cpu"))
+        specs = [spec for spec in registry.ops().values() if exists(spec, arch)]
         return {"chosen": [Question(spec.name, small.name) for spec, small in models.some(specs)]}
     spec = registry.op(request["op"])
     question = Question(request["op"], request["case"], request["test"])
-    small = next(small for each, small in cases(spec) if each == question)
+    small = next(small for each, small in cases(spec, deep=request["deep"]) if each == question)
     return _counted(spec, small, request["machine"]) if request["run"] else {"source": _source(spec, small)}
 
 
-def _exists(spec: OpSpec) -> bool:
+def exists(spec: OpSpec, arch: str) -> bool:
     """fp8 does not everywhere."""
-    from ..runtime.chips import converts_e4m3
-
-    return spec.name != "scaled_linear" or converts_e4m3(device.architecture(torch.device("cpu")))
+    return spec.name != "scaled_linear" or converts_e4m3(arch)
 
 
 def _counted(spec: OpSpec, small: Small, machine: bool) -> dict[str, Any]:

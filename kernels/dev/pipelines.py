@@ -119,6 +119,7 @@ class _Walk:
         self._assumed = assumed
         self._values: dict[str, Any] = {}
         self._under_way: list[_Product] = []
+        self._allocated = 0
 
     def run(self, block: list[_Op]) -> list[Any]:
         """Run a region; what it yields."""
@@ -176,8 +177,10 @@ class _Walk:
         name = op.text.split(" ", 1)[0]
         operands = self._operands(op.text)
         if name == "ttg.local_alloc":
-            slot = _Slot(op.line, None)  # the same one each time round
-            if operands:
+            self._allocated += 1
+            slot = _Slot(self._allocated, None)
+            if operands:  # with its content: the same memory each time round
+                slot = _Slot(-op.line, None)
                 self._write(slot, op)
             self._set(op, [slot])
         elif name == "ttg.memdesc_index":

@@ -80,6 +80,8 @@ def _select(op: str, arch: str, case: str | None) -> tuple[list[Question], int]:
     """(the cases asked for, how many others there are); ValueError where that names none."""
     spec = registry.op(op)
     counting.require(arch)
+    if not counting.exists(spec, arch):
+        raise ValueError(f"target={arch!r}: {op} is for fp8, which this chip lacks")
     known = [question for question, _ in counting.cases(spec)]
     if case is None:
         return known[:1], len(known) - 1
@@ -106,7 +108,7 @@ def _counted(questions: Sequence[Question], arch: str, jobs: int | None, people:
 
         if not people.is_terminal:
             people.print(f"running {len(questions)} on this CPU as on {arch}", highlight=False, soft_wrap=True)
-        return counting.count(questions, arch, jobs=jobs, machine=True, on_answer=advance)
+        return counting.count(questions, arch, jobs=jobs, machine=True, deep=True, on_answer=advance)
 
 
 def _problems(question: Question, answer: dict[str, Any]) -> Iterator[str]:

@@ -38,7 +38,7 @@ _RESERVED_FILES = 64  # for pipes of guides' compilers, files that are read, and
 _MOST_FILES = 65_536
 _READ_BYTES = 1 << 16  # a client that takes fewer in twice the send timeout is gone
 _FRAMES_BYTES = 1 << 16
-_DROPPED_BYTES = 64 << 20  # of a body that is refused, after which the client may not see why
+_DROPPED_BYTES, _DROPPED_S = 64 << 20, 5.0  # of a body that is refused, after which the client may not see why
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -236,12 +236,15 @@ class Connection(H11Protocol):
             return False
         if self.cycle is cycle and cycle is not None:
             taken = len(cycle.body) - body
-            self._body += taken
+            self._body += len(piece) if cycle.response_complete else taken  # an answered request takes none
             self._beside += len(piece) - taken
         else:
             self._body, self._beside = 0 if self.cycle is None else len(self.cycle.body), 0
         if self.conn.their_state is h11.SEND_BODY and self._is_too_long():
             self._dropped = 0
+            if self._late is not None:
+                self._late.cancel()
+            self._late = self.loop.call_later(_DROPPED_S, self._end_dropped)
             self._drop(bytes(self._read))
             self._read.clear()
             self.transport.resume_reading()
@@ -273,10 +276,15 @@ class Connection(H11Protocol):
         self._tail = (self._tail + data[-len(_LAST_CHUNK) :])[-len(_LAST_CHUNK) :]
         ended = self._tail == _LAST_CHUNK if self._to_drop is None else self._dropped >= self._to_drop
         if ended or self._dropped > _DROPPED_BYTES:
-            cycle.more_body = False
-            if cycle.response_complete:
-                self.transport.close()
+            self._end_dropped()
         cycle.message_event.set()
+
+    def _end_dropped(self) -> None:
+        """Nothing more of a body that is too long is waited for."""
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
+        if self.cycle.response_complete:
+            self.transport.close()
 
     def read_on(self) -> None:
         """Parse and read again, after uvicorn has paused both."""
@@ -286,8 +294,11 @@ class Connection(H11Protocol):
             self.transport.resume_reading()
 
     def on_response_complete(self) -> None:
+        before = self.cycle
         super().on_response_complete()
         if not self.transport.is_closing():
+            if self.cycle is not before:  # the next request, which had come already
+                self._body = len(self.cycle.body)
             self._beside = 0
             self._watch()
 

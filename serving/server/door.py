@@ -62,20 +62,22 @@ class Door:
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
             await send(message)
 
+        length = headers.get(b"content-length", b"")
+        too_long = length.isdigit() and (len(length) > 18 or int(length) > self._options.max_body_bytes)
         try:
             self._check_host(headers.get(b"host"), scope.get("server"))
             tenant = self._tenant(scope["path"], headers.get(b"authorization", b""))
             scope["state"].update(tenant=tenant, client=self._client(tenant, scope.get("client")))
-            length = headers.get(b"content-length", b"")
-            if length.isdigit() and (len(length) > 18 or int(length) > self._options.max_body_bytes):
-                if b"expect" not in headers:  # such a client waits for the answer
-                    await _swallow(receive, self._options.max_body_bytes)
+            if too_long:
                 raise self._too_large(length.decode()[:18])
             await self._app(scope, self._limited(receive), out)
         except ApiError as error:
             if sent:
                 raise
-            await Json(error.body, error.status_code, headers=dict(error.headers or {}))(scope, receive, out)
+            if too_long and b"expect" not in headers:  # such a client waits for the answer
+                await _swallow(receive, self._options.max_body_bytes)
+            more = _CLOSE if too_long else {}
+            await Json(error.body, error.status_code, headers={**(error.headers or {}), **more})(scope, receive, out)
         except Exception as error:
             defects.error("a defect of the server", exc_info=error)
             if sent:

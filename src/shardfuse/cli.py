@@ -312,5 +312,5 @@ def inspect(
 
         raise typer.Exit(run_inspection.inspect(op, target, case, all_ops=all_ops, json=json, verbose=verbose))
     if case is not None:
-        raise ValueError(f"case={case!r}: only --run runs cases; add --run, or leave out --case")
+        raise typer.BadParameter(f"{case!r}: only --run runs cases; add --run, or leave out --case")
     raise typer.Exit(inspection.inspect(op, target, json=json, verbose=verbose, all_ops=all_ops))

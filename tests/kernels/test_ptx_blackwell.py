@@ -15,27 +15,19 @@ from ptx_copies import waiting
 from ptx_text import (
     BF16,
     F16,
-    F32,
     FENCED,
     FORMATS,
     LANES,
     PREFIX,
     Format,
     Tile,
-    add,
     addresses,
-    assert_numbers,
-    columns,
     d_place,
     kernel,
     moved,
-    multiply,
-    multiply_add,
     of_lane,
     per_thread,
-    rows_of,
     signed,
-    subtract,
     vectors,
     words,
 )
@@ -477,38 +469,6 @@ def test_forms_that_are_not_known_stop_it_by_name(form: str):
 
 
 # --- Numbers
-
-NAMES = [("add", add), ("sub", subtract), ("fma", multiply_add)]
-
-
-@pytest.mark.parametrize("ftz", ["", ".ftz"])
-@pytest.mark.parametrize(("name", "function"), [*NAMES, ("mul", multiply)])
-def test_pairs_of_single_precision(name, function, ftz):
-    """9.7.3: two numbers of fp32 in 64 bits, each by itself."""
-    count = 3 if name == "fma" else 2
-    rows = random.sample(rows_of(F32, count), 400)
-    pairs = [tuple(a | b << 32 for a, b in zip(*two)) for two in zip(rows, reversed(rows))]
-    operands = columns(pairs, ["u64"] * count)
-    names = ", ".join(f"${each}" for each in operands)
-    (found,) = per_thread(f"{name}.rn{ftz}.f32x2 $d, {names};", "d:u8", **operands)
-    for half, given in ((found & 0xFFFFFFFF, rows), (found >> np.uint64(32), rows[::-1])):
-        values = [F32.decoded(row) for row in given]
-        values = [[F32.flushed(each) for each in row] if ftz else row for row in values]
-        assert_numbers(F32, half, [F32.encode(function(*row), flush=bool(ftz)) for row in values])
-
-
-@pytest.mark.parametrize("form", ["f16", "bf16"])
-@pytest.mark.parametrize(("name", "function"), NAMES)
-def test_mixed_precision(name, function, form):
-    """9.7.5: one 16-bit number, or two to multiply, and one of fp32."""
-    half, count = {"f16": F16, "bf16": BF16}[form], 2 if name == "fma" else 1
-    halves, singles = rows_of(half, 2), rows_of(F32, 1)
-    rows = [(*random.choice(halves)[:count], *random.choice(singles)) for _ in range(500)]
-    operands = columns(rows, ["u16"] * count + ["u32"])
-    names = ", ".join(f"${each}" for each in operands)
-    (found,) = per_thread(f"{name}.rn.f32.{form} $d, {names};", "d:u4", **operands)
-    values = [[*half.decoded(row[:-1]), F32.decode(row[-1])] for row in rows]
-    assert_numbers(F32, found, [F32.encode(function(*row)) for row in values])
 
 
 @pytest.mark.parametrize("more", ["", ".abs", ".NaN", ".abs.NaN"])

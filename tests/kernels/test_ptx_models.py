@@ -33,8 +33,8 @@ LAUNCHES: dict[str, Callable[[Case], None]] = {
 APART = ("gather", "wait", "-send")
 
 
-def _products(op: str, arch: str) -> Iterator[tuple[models.Small, list[device.Launch]]]:
-    for small in models.cases(registry.op(op)):
+def _products(op: str, arch: str, deep: bool = False) -> Iterator[tuple[models.Small, list[device.Launch]]]:
+    for small in models.cases(registry.op(op), deep=deep):
         with models.configured(small), device.capture(arch, tf32=small.tf32) as launches:
             LAUNCHES[op](small.case)
         yield small, launches
@@ -51,12 +51,15 @@ def test_every_build_of_a_product_is_launched(op: str, arch: str):
     assert len(built & launched) >= 4
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("op", LAUNCHES)
-def test_pipelines_are_refilled(op: str):
+def test_pipelines_are_refilled(op: str, arch: str, deep: bool):
     """A stage is filled again only in a loop of more steps than there are stages; a sum over few tokens has none."""
-    products = [each for _, found in _products(op, "sm_90") for each in found if each.gemm is not None]
+    products = [each for _, found in _products(op, arch, deep) for each in found if each.gemm is not None]
     long = [each for each in products if each.config.split_k == 1 and (each.gemm.layout != "tn" or each.gemm.K > 256)]
-    shallow = [each for each in long if -(-each.gemm.K // each.config.block_k) < each.config.num_stages + 2]
+    stages = [(each, each.config.num_stages) for each in long]
+    shallow = [each for each, n in stages if -(-each.gemm.K // each.config.block_k) < (2 * n if deep else n + 2)]
     assert len(long) >= 2
     assert not shallow
 

@@ -88,6 +88,17 @@ def test_a_script_that_launches_nothing_or_raises_is_no_success(tmp_path: Path) 
     assert "outside every allocation" in found.stdout
 
 
+def test_what_a_script_says_at_its_end_is_kept(tmp_path: Path) -> None:
+    found = _run(tmp_path, "import sys; sys.exit('it needs a GPU')")
+    assert found.returncode == 1
+    assert "it needs a GPU" in found.stderr
+    found = _run(tmp_path, "import torch; torch.empty(1, device='cuda')")
+    assert found.returncode == 1
+    assert "choose device='cpu'" in found.stderr
+    faulty = _run(tmp_path, _shown() + "import sys; sys.exit(0)\n")
+    assert faulty.returncode == 1
+
+
 def test_a_script_that_is_not_there_is_said(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardfuse.kernels.dev.ptx.script", str(tmp_path / "none.py")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300)

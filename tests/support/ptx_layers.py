@@ -167,10 +167,7 @@ def run(case: Layers, order: Schedule, steps: int = 2) -> Outcome:
     with capped, hosting(world), _in_threads(world, pools):
         for rank in range(case.ranks):
             world.start(f"rank {rank}", rank, partial(body, rank))
-        try:
-            world.run()
-        except (RuntimeError, TimeoutError) as error:
-            outcome.wrong.append(f"{type(error).__name__}: {error}")
+        outcome.run(world)
     if not outcome.wrong:
         _judge(case, draws, found, outcome)
     outcome.take(world)

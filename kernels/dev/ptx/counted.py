@@ -27,6 +27,7 @@ _INTEGER |= {"min", "max", "neg", "abs", "popc", "clz", "dp4a"}
 _HALVES = ("f16x2", "bf16x2", "f16", "bf16")
 # Integer division by its bits: what it expands to, roughly.
 _DIVISION = {32: {"mufu": 1, "convert": 2, "integer": 12}, 64: {"mufu": 1, "convert": 2, "integer": 60}}
+STORAGE = "a tensor"  # so begins the name of what a launch reaches through a table (``driver``)
 LOADS, STORES = ("load", "cp.async", "TMA load"), ("store", "TMA store", "atomic")
 SHARED = ("ld.shared", "st.shared", "ldmatrix", "stmatrix")
 _MAIN = 0.05  # of a launch's sectors: what moves more is a main access
@@ -70,6 +71,8 @@ def units(i: Instruction) -> dict[str, int]:
         return {"convert": 1} if any(part[0] in "fbet" for part in parts[-2:]) else {"integer": 1}
     if base in MUFU:
         return {"mufu": 1, "fp32": 8} if "rn" in parts else {"mufu": 2 if kind.endswith("x2") else 1}
+    if kind == "f64":
+        return {"fp64": 1}
     if base in ("div", "rem"):
         if kind == "f32":
             return {"mufu": 1, "fp32": 9 if "rn" in parts else 2}
@@ -168,12 +171,15 @@ class Summary:
     def ratios(self) -> dict[str, float | None]:
         """What is gated and recorded."""
         needed = max(1, self.needed)
+        computed = round(self.units.get("mufu", 0.0) * self.elements / max(1, self.computed), 4)
+        # Through a table of addresses a kernel reaches tensors of all ranks: which has most elements may be a tie.
+        alone = f": {STORAGE}" not in self.per
         return {
             "loads": self.loads,
             "stores": self.stores,
             "conflicts": self.conflicts,
             "mufu": round(self.units.get("mufu", 0.0), 4),
-            "mufu_computed": round(self.units.get("mufu", 0.0) * self.elements / max(1, self.computed), 4),
+            "mufu_computed": computed if alone else None,
             "moved": round(self.moved / needed, 4),
             "by_block": round(self.by_block / needed, 4),
         }

@@ -104,14 +104,17 @@ _CHUNK = 64  # tokens of a cross-entropy
 _CONTEXT, _QUERIES = (1023, 130), (37, 5)  # of paged attention, in place of as many sequences alike
 
 
-def cases(spec: OpSpec) -> list[Small]:
-    """What is built of an op ahead of time and can run on one machine."""
+def cases(spec: OpSpec, *, deep: bool = False) -> list[Small]:
+    """What is built of an op ahead of time and can run on one machine.
+
+    ``deep``: products have twice as many steps of K as their pipelines have stages, or more.
+    """
     found = []
     for large in filter(_runs, spec.tagged("codegen")):
-        case = _small(spec.name, large)
+        case = _small(spec.name, large, deep)
         found.append(Small(large.name, case, _enlarged(large, case), bool(large.options.get("tf32"))))
     for of, tokens in _PROJECTIONS.get(spec.name, {}).items():
-        found += [_small_projection(spec, projection(*of, T)) for T in tokens]
+        found += [_small_projection(spec, projection(*of, T), deep) for T in tokens]
     return found
 
 
@@ -164,7 +167,12 @@ def _runs(case: Case) -> bool:
     return not case.options.get("backward") and case.options.get("layout") != "nn"
 
 
-def _small(op: str, case: Case) -> Case:
+def _deeper(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Of products: by 1.35, which is enough for what the tables above have."""
+    return {letter: -(-size * 27 // 320) * 16 if letter in "TDFKN" else size for letter, size in sizes.items()}
+
+
+def _small(op: str, case: Case, deep: bool) -> Case:
     if op == "paged_attention":
         return _small_attention(case)
     if op == "copy_blocks":
@@ -172,6 +180,8 @@ def _small(op: str, case: Case) -> Case:
     most = _SMALL[op] | (_STREAMED if _streams(op, case.sizes.get("T", 0)) else {})
     if most == _PRODUCT and _is_plain(case.dtype, bool(case.options.get("tf32"))):
         most = _PLAIN
+    elif deep and "T" in most and len(most) > 1:  # the others multiply nothing
+        most = _deeper(most) | ({"D": 592} if op == "linear_cross_entropy" else {})
     sizes = {letter: _shrunk(size, most.get(letter, size)) for letter, size in case.sizes.items()}
     more = {"chunk": _CHUNK} if op == "linear_cross_entropy" else {}
     return dataclasses.replace(case, sizes=sizes, options={**case.options, **more})
@@ -207,9 +217,10 @@ def _small_copies(case: Case) -> Case:
     return dataclasses.replace(case, sizes={"pairs": 4}, options={**case.options, "shape": shape})
 
 
-def _small_projection(spec: OpSpec, large: Projection) -> Small:
+def _small_projection(spec: OpSpec, large: Projection, deep: bool) -> Small:
     """As a case of the op. Of a projection's widths configurations depend on the sum."""
     most = _PRODUCT | (_STREAMED if large.T <= 64 else {})
+    most = _deeper(most) if deep else most
     T, D, F = min(large.T, most["T"]), most["D"], most["F"]
     like = next(case for case in spec.tagged("codegen") if case.dtype == BF16)
     backward = spec.name in ("dgrad_act", "dgrad_gated")

@@ -12,7 +12,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from ...runtime import dispatch
 from . import driver
+
+_DEVICE = "choose device='cpu', or triton.runtime.driver.active.get_active_torch_device()"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,6 +23,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not options.file.is_file():
         parser.error(f"{options.file}: no such file: expected a Python script that launches Triton kernels")
+    if dispatch.triton_version() is None:
+        parser.error("Triton is not installed here: pip install triton (Linux)")
+    if dispatch.interpreting():
+        parser.error("TRITON_INTERPRET is set, so that nothing would be compiled: unset it")
     try:
         driver.install(options.arch, options.slots)
     except RuntimeError as error:
@@ -29,12 +36,15 @@ def main(argv: list[str] | None = None) -> int:
     gc.set_threshold(100_000, 50, 100)  # translated kernels are many objects, and stay
     try:
         runpy.run_path(str(options.file), run_name="__main__")
-    except SystemExit:  # its own end, which is its exit status where no launch has a fault
-        if _told():
+    except SystemExit as ended:  # its own end, which is its exit status where no launch has a fault
+        faults = _told()
+        if faults and not ended.code:
             return 1
         raise
-    except BaseException:  # what a launch reported may explain it
+    except BaseException as error:  # what a launch reported may explain it
         _told()
+        if "CUDA" in str(error):
+            print("error: tensors are on the CPU here: " + _DEVICE, file=sys.stderr)
         raise
     return int(_told() > 0)
 
@@ -53,7 +63,10 @@ def _told() -> int:
     for line, count in launches.items():
         print(f"{count} x {line}" if count > 1 else line)
     if not launches:
-        print("error: no kernel was launched; are the tensors on the CPU?", file=sys.stderr)
+        print(
+            "error: no kernel was launched in this process; those of processes that it starts are not seen",
+            file=sys.stderr,
+        )
         return 1
     print(f"{len(driver.log)} launches, {faults} with faults")
     return faults
@@ -66,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "tensors. Each launch is reported; the exit status is 1 where one has a fault.",
     )
     parser.add_argument("file", type=Path, help="the script; its tensors are on the CPU")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, default=[], help="the script's own, if it takes any")
     parser.add_argument("--arch", choices=list(driver.ARCHS), default="sm_90")
     parser.add_argument("--slots", type=int, default=3, help="multiprocessors (default: 3)")
     return parser

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ....runtime import dispatch
 from .. import driver
 from . import seeds
 from .programs import Outcome, Program, Setup, fewer, kernels_of, programs, run
@@ -38,8 +39,13 @@ def main() -> int:
         parser.error(f"--ranks {options.ranks}: expected 2 or more; one rank has no peer")
     if options.absent is not None and not 0 <= options.absent < options.ranks:
         parser.error(f"--absent {options.absent}: expected one of the ranks 0 to {options.ranks - 1}")
+    if dispatch.triton_version() is None:
+        parser.error("Triton is not installed here: pip install triton (Linux)")
     os.environ.setdefault("SHARDFUSE_POISON", "1")
-    driver.install(options.arch, options.slots)
+    try:
+        driver.install(options.arch, options.slots)
+    except RuntimeError as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     gc.set_threshold(100_000, 50, 100)  # translated kernels are many objects, and stay
     part = slice(first - 1, None, step)

@@ -73,6 +73,13 @@ class Outcome:
     def ok(self) -> bool:
         return not self.wrong and not self.reports
 
+    def run(self, world: World) -> None:
+        """Run a world to its end, or note why it has none."""
+        try:
+            world.run()
+        except (RuntimeError, TimeoutError) as error:
+            self.wrong.append(f"{type(error).__name__}: {error}")
+
     def take(self, world: World) -> None:
         """What a world that has ended has counted and reported."""
         self.turns, self.counted = world.turns, world.counted
@@ -291,10 +298,7 @@ def run(program: Program, schedule: Schedule, setup: Setup = USUAL) -> Outcome:
         for rank in range(ranks):
             if rank != setup.absent:
                 world.start(f"rank {rank}", rank, body(rank))
-        try:
-            world.run()
-        except (RuntimeError, TimeoutError) as error:
-            outcome.wrong.append(f"{type(error).__name__}: {error}")
+        outcome.run(world)
     if not outcome.wrong:
         _judge(program, draws, found, outcome)
     outcome.take(world)
