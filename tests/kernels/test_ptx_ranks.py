@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from comm_search import explore
 from ptx_ranks import together
+from thread_group import Network, groups
 
+from shardfuse.kernels.dev.ptx.ranks.clocks import Region
 from shardfuse.kernels.dev.ptx.ranks.schedules import SCHEDULES, Schedule, schedule
-from shardfuse.kernels.dev.ptx.ranks.world import Deadlock
+from shardfuse.kernels.dev.ptx.ranks.world import Deadlock, World
 from shardfuse.kernels.runtime.dispatch import triton_version
 
 # ------------------------------------------------------------------------------ the memory model, in kernels by hand
@@ -190,6 +194,38 @@ def test_a_schedule_has_a_name() -> None:
         schedule("soon")
 
 
+def _gathers(rank: int, joins: bool, data: torch.Tensor, world: World, network: Network) -> None:
+    """Rank 0 writes the data, all ranks that ``joins`` gather something, and rank 1 reads the data."""
+    with network.joined():
+        if rank == 0:
+            world.host_writes(0, data)
+        if joins:
+            found: list[Any] = [None, None]
+            dist.all_gather_object(found, f"of rank {rank}")
+            assert found == ["of rank 0", "of rank 1"]
+        if rank == 1:
+            clock = int(world.host[1]), world.host_time[1], world.host_view[1]
+            world.host_access(1, data.data_ptr(), data.nbytes, False, *clock)
+
+
+@pytest.mark.parametrize("order", [Schedule(), LATE], ids=["turns", "late"])
+@pytest.mark.parametrize("joining", [(True, True), (False, False), (True, False)], ids=["all", "none", "one"])
+def test_a_collective_orders_the_hosts_of_its_ranks(joining: tuple[bool, bool], order: Schedule) -> None:
+    """And a rank that waits for one that never comes is a deadlock."""
+    world, data = World(2, order, limit_s=60.0), torch.zeros(4, dtype=torch.int32)
+    world.watch([Region(data.data_ptr(), data.nbytes, 0, "slots")])
+    with groups(world) as network:
+        for rank, joins in enumerate(joining):
+            world.start(f"rank {rank}", rank, functools.partial(_gathers, rank, joins, data, world, network))
+        if joining == (True, False):
+            with pytest.raises(Deadlock, match=r"rank 0: waits in AllGather 0 in group .* for rank 1"):
+                world.run()
+        else:
+            world.run()
+    raced = any(READ in report for report in world.reports)
+    assert raced == (not all(joining)), world.reports
+
+
 # ------------------------------------------------------------------------------------------------ the package's ops
 
 compiled = pytest.mark.codegen(seconds=10)
@@ -237,6 +273,7 @@ def _lines(command: list[str]) -> list[dict[str, Any]]:
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -345,16 +382,72 @@ def test_ranks_give_up_where_one_never_comes() -> None:
     assert all("ExchangeTimeout: " in each["why"][0] for each in answers)
 
 
-@pytest.mark.nightly(seconds=40)
+# What a step of a module's training consists of: its exchanges in kernels, by channel, and the collectives of its
+# process group: x is gathered again for the weights' gradients, and the norms' gradients are added up.
+STEPS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "mlp, sequence parallel": ({"gather": 2, "reduce": 2}, {"gathers": 1}),
+    "linears, sequence parallel": ({"gather": 2, "reduce": 2}, {"gathers": 1}),
+    "block": ({"reduce": 5, "decode": 1}, {}),  # two of them in inference
+    "mlp, sequence parallel, recompute 2": ({"gather": 3, "reduce": 2}, {}),
+    "mlp, recompute 1": ({"reduce": 2}, {}),
+    "block, sequence parallel": ({"gather": 4, "reduce": 4}, {"gathers": 2, "sums": 2}),
+}
+# Those that an MLP of these sizes can have.
+MODULE_FAULTS = (
+    "flags are raised relaxed",
+    "flags before the rows",
+    "flags are raised at .gpu",
+    "flags are read relaxed",
+    "flags are read at .gpu",
+    "the flag of a source that is none is read",
+    "the last epoch's flag is enough",
+    "a flag that was seen is reset",
+    "streams ahead of the own rows",
+    "flags of the other stream's piece",
+)
+
+
+def _modules(arch: str, ranks: int, part: str, *faults: str) -> list[dict[str, Any]]:
+    """The answers for modules, whose exchanges are all in kernels; every fault has been found in the first module."""
+    answers = _lines([sys.executable, "-c", "import ptx_layers; ptx_layers.main()", arch, str(ranks), part, *faults])
+    found, answers = [each for each in answers if "fault" in each], [each for each in answers if "program" in each]
+    assert len(found) == len(faults)
+    assert [each["fault"] for each in found if not each["ok"]] == []
+    _are_right(answers, ranks)
+    for each in answers:
+        exchanges, collectives = STEPS[each["module"]]
+        assert each["exchanges"] == [exchanges] * ranks, each
+        assert [_by_kind(of_rank) for of_rank in each["collectives"]] == [collectives] * ranks, each
+        for of_rank in each["launches"]:  # in two steps
+            assert of_rank["_reduce_kernel"] == 2 * (exchanges["reduce"] + exchanges.get("decode", 0)), each
+            assert of_rank["_gemm_kernel"] > 0
+    return answers
+
+
+def _by_kind(calls: dict[str, int]) -> dict[str, int]:
+    """A rank's calls of its group: two ranks add up by a message each way."""
+    assert set(calls) <= {"AllGather", "AllReduce", "Message"}, calls
+    found = {"gathers": calls.get("AllGather", 0), "sums": calls.get("AllReduce", 0) + calls.get("Message", 0) // 2}
+    return {kind: count for kind, count in found.items() if count}
+
+
+@compiled
+@needs_triton
+def test_a_feed_forward_module() -> None:
+    """Over DTensors and a process group, forward and backward; faults of the protocol are found through it."""
+    answers = _modules("sm_90", 2, "1/6", *MODULE_FAULTS[:2])
+    assert [each["module"] for each in answers] == ["mlp, sequence parallel"] * 2
+
+
+@pytest.mark.nightly(seconds=60)
 @pytest.mark.codegen
 @needs_triton
-@pytest.mark.parametrize(("arch", "ranks"), [("sm_90", 2), ("sm_90", 4), ("sm_80", 2)])
-def test_layers_forward_and_backward(arch: str, ranks: int) -> None:
-    """MLP, and a column- with a row-parallel layer, whose exchanges are all in kernels: results and gradients."""
-    answers = _lines([sys.executable, "-c", "import ptx_layers; ptx_layers.main()", arch, str(ranks), "1/1"])
-    assert len(answers) == 10
-    _are_right(answers, ranks)
-    assert all({"_gemm_kernel", "_reduce_kernel"} <= set(each["launches"][0]) for each in answers)
+@pytest.mark.parametrize(("arch", "ranks", "faults"), [("sm_90", 2, MODULE_FAULTS), ("sm_90", 4, ()), ("sm_80", 2, ())])
+def test_modules_forward_and_backward(arch: str, ranks: int, faults: tuple[str, ...]) -> None:
+    """MLPs, a column- with a row-parallel layer, and decoder blocks: results, and gradients laid out as parameters."""
+    answers = _modules(arch, ranks, "1/1", *faults)
+    assert {each["module"] for each in answers} == set(STEPS)
+    assert {each["schedule"] for each in answers} == set(SCHEDULES)
 
 
 @pytest.mark.nightly(seconds=40)

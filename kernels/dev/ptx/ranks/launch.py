@@ -90,6 +90,7 @@ class RankLaunch(OrderedLaunch):
             if self.world.schedule.order == "random" and self.world.draw.random() < 0.02:
                 self.world.progress = True
                 self.actor.pause()
+                self.spinning[:] = False  # a flag may have come meanwhile
 
     def _next(self, at: Array) -> tuple[int, Array] | None:
         """(a basic block, its threads that run now), as the schedule has it; None where no thread can go on."""

@@ -68,6 +68,10 @@ class Actor:
         self._go.release()
         self.world.back.acquire()
 
+    def join(self) -> None:
+        """Wait until its thread has freed what it held: it cannot once the interpreter ends, which then aborts."""
+        self._thread.join()
+
     def pause(self, waits: Callable[[], list[str]] | None = None) -> None:
         """From its own thread: pass the baton on, and wait for it; ``waits`` says for what it cannot go on."""
         self.waits = waits or (lambda: [])
@@ -162,6 +166,8 @@ class World:
             for each in self.actors:
                 if not each.done:
                     each.go_on()
+            for each in self.actors:
+                each.join()
 
     def _turn(self, actor: Actor, waiting: set[Actor]) -> None:
         self.turns += 1
