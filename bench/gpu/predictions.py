@@ -1,14 +1,18 @@
 """What we expect of an H200, as ranges of rows' ratios; docs/gpu.md says what earlier ranges were and what was found.
 
 A run prints them beside what it found. A prediction that fails is a finding about the kernel, or about our model of it.
+
+Ranges of rows that memory limits follow from what the kernels' accesses were counted to move (``by_memory``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...kernels.runtime.printing import Sheet, figure, prose, unbroken
+from ..harness import memory_limit
+from ..harness.memory_limit import Launches
 from ..harness.records import RowKey
 from ..harness.report import Row
 
@@ -23,15 +27,60 @@ class Prediction(NamedTuple):
     why: str
 
 
+def by_memory(bench: str, key: RowKey, of: Launches, reached: tuple[float, float], why: str) -> Prediction:
+    """Of a row against a copy of the necessary bytes, whose kernels take as long as the slowest level of memory does.
+
+    ``reached``: the shares of the copy's rate that we expect them to get from it, and ``why``.
+    """
+    most, moved = memory_limit.limit(of)
+    low, high = (round(share * most, 2) for share in reached)
+    share = f"at {reached[0]:.2f} to {reached[1]:.2f} of the copy's rate"
+    return Prediction(bench, key, low, high, f"{moved}, {share}: {why}")
+
+
 _UP = "llama3-8b-tp1-up-t8192-d4096-f14336-gelu_tanh-bfloat16"
 _QKV = "llama3-8b-tp1-qkv-t4096-d4096-f6144-bfloat16"
+_NORM_CASE = "t8192-d4096-bf16-residual_same"
+_NORM, _ROPE = f"rms_norm-{_NORM_CASE}", "llama8b-b1-s8192-n32-k8-h128-bf16"
 _COPY, _FLASH = "copy of the bytes", "SDPA FlashAttention, contiguous KV"
 
 PREDICTIONS = (
     Prediction("linear_act", (_QKV, "forward, us", "cuBLAS x @ w.T"), 0.92, 0.97, "a plain GEMM"),
     Prediction("linear_act", (_UP, "forward, us", "cuBLAS x @ w.T"), 0.87, 0.95, "tanh costs 7 % of a tile, unhidden"),
-    Prediction(
-        "paged_decode", ("s64-l8192-n32k8h128-page16-bf16", "decode, us", _COPY), 0.86, 0.92, "limited by memory"
+    by_memory(
+        "paged_decode",
+        ("s64-l8192-n32k8h128-page16-bf16", "decode, us", _COPY),
+        Launches("paged_attention", "llama8b-decode-bf16", ("_paged_attention_fwd_kernel",)),
+        (0.86, 0.92),
+        "each page's address is loaded before its keys",
+    ),
+    by_memory(
+        "norm",
+        (_NORM, "forward, us", _COPY),
+        Launches("rms_norm", _NORM_CASE, ("_norm_fwd_kernel",)),
+        (0.90, 1.00),
+        "a row is summed before it is stored",
+    ),
+    by_memory(
+        "norm",
+        (_NORM, "forward + backward, us", _COPY),
+        Launches("rms_norm", _NORM_CASE, ("_norm_fwd_kernel", "_norm_bwd_kernel")),
+        (0.90, 1.10),
+        "as forward, but L2 (50 MB) may still have a tenth of all bytes, which forward wrote and backward reads",
+    ),
+    by_memory(
+        "rope",
+        (_ROPE, "forward, us", _COPY),
+        Launches("rope", _ROPE, ("_rope_kernel",)),
+        (0.90, 1.00),
+        "a pass, like the copy",
+    ),
+    by_memory(
+        "cache_write",
+        ("llama8b-t8192-k8-h128-p16-bf16", "write, us", _COPY),
+        Launches("write_kv", "t64-k8-h128-p16-bf16", ("_write_kv_kernel",)),
+        (0.85, 1.00),
+        "each slot is loaded before its row is stored, and the launch is short",
     ),
     Prediction(
         "paged_prefill",
@@ -50,16 +99,15 @@ PREDICTIONS = (
 )
 
 
-def compared(bench: str, rows: Iterable[Row]) -> Iterator[tuple[Prediction, Row]]:
+def compared(bench: str, rows: Iterable[Row]) -> list[tuple[Prediction, Row]]:
     """The predictions about ``bench`` that ``rows`` answer."""
-    found = {row.key: row for row in rows}
-    yield from ((each, found[each.key]) for each in PREDICTIONS if each.bench == bench and each.key in found)
+    return [(each, row) for each in PREDICTIONS for row in rows if (each.bench, each.key) == (bench, row.key)]
 
 
 def table(pairs: Iterable[tuple[Prediction, Row]]) -> Sheet:
     """The predictions beside what was found."""
     columns = (prose("row"), prose("peer"), unbroken("expected"), figure("found"), unbroken("verdict"))
-    shown = Sheet(*columns, title="predictions")
+    shown = Sheet(*columns, title="predictions, for an H200")
     for each, row in pairs:
         verdict = "as expected" if each.low <= row.ratio <= each.high else "below" if row.ratio < each.low else "above"
         shown.add(each.key[0], each.key[2], f"{each.low:.2f} to {each.high:.2f}", f"{row.ratio:.3f}", verdict)

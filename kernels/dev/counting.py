@@ -85,13 +85,10 @@ def sources(questions: Sequence[Question], arch: str, *, jobs: int | None = None
     return _ask([{**question._asdict(), "run": False, "deep": False} for question in questions], arch, jobs)
 
 
-def chosen(arch: str) -> list[Question]:
-    """Cases that together launch each kernel in each configuration (``models.some``)."""
-    require(arch)
-    [answer] = _ask([{"op": None}], arch, 1)
-    if "error" in answer:
-        raise RuntimeError(f"cases for {arch} could not be chosen: {answer['error']}")
-    return [Question(*each) for each in answer["chosen"]]
+def recorded(arch: str) -> list[Question]:
+    """Every case of a model of every op that exists on ``arch``."""
+    specs = [spec for spec in registry.ops().values() if exists(spec, arch)]
+    return [question for spec in specs for question, _ in cases(spec) if not question.test]
 
 
 def _ask(
@@ -114,10 +111,6 @@ def _ask(
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    if request["op"] is None:
-        arch = device.architecture(torch.device("cpu"))
-        specs = [spec for spec in registry.ops().values() if exists(spec, arch)]
-        return {"chosen": [Question(spec.name, small.name) for spec, small in models.some(specs)]}
     spec = registry.op(request["op"])
     question = Question(request["op"], request["case"], request["test"])
     small = next(small for each, small in cases(spec, deep=request["deep"]) if each == question)

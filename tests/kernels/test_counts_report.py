@@ -11,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from shardfuse.cli import app
-from shardfuse.kernels.dev import counting, counts_report, run_inspection
+from shardfuse.kernels.dev import counting, counts_report, registry, run_inspection
 from shardfuse.kernels.dev.counts_report import Excuse, Launch
+from shardfuse.kernels.dev.ptx import models
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.kernels.runtime.dispatch import triton_version
 
@@ -204,6 +205,14 @@ def test_the_record_passes_the_gates():
 
 
 @recorded
+@pytest.mark.parametrize("arch", counts_report.ARCHS)
+def test_every_case_of_a_model_is_recorded(arch: str):
+    specs = [spec for spec in registry.ops().values() if (arch, spec.name) != ("sm_80", "scaled_linear")]
+    cases = {f"{arch} {spec.name} {small.name}" for spec in specs for small in models.cases(spec)}
+    assert {name for name in RECORD if name.startswith(f"{arch} ")} == cases
+
+
+@recorded
 @pytest.mark.codegen
 @needs_emulator
 @pytest.mark.parametrize("name", SAMPLE)
@@ -223,7 +232,7 @@ def test_a_sample_is_as_recorded(name: str, sample: dict[str, dict[str, Any]]):
 @pytest.mark.codegen(seconds=15)
 @needs_emulator
 def test_the_record_is_of_todays_kernels():
-    assert counts_report.stale(VERSION, jobs=1, choose=False) == []
+    assert counts_report.stale(VERSION, jobs=1) == []
 
 
 def test_counting_again_tells_what_is_not_as_recorded(monkeypatch: pytest.MonkeyPatch, capsys):
@@ -238,23 +247,19 @@ def test_counting_again_tells_what_is_not_as_recorded(monkeypatch: pytest.Monkey
 
 def test_what_is_stale_is_told(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(counts_report.codegen_report, "FOLDER", tmp_path)
-    monkeypatch.setattr(counts_report, "ALSO", ())
     [line] = counts_report.stale("1.2.3")
     assert line.startswith("there is no counts-triton-1.2.3.json")
     questions = [counting.Question("rope", each) for each in ("as it was", "changed", "new")]
-    monkeypatch.setattr(counting, "chosen", lambda arch: questions)
+    monkeypatch.setattr(counting, "recorded", lambda arch: questions)
     monkeypatch.setattr(counting, "sources", lambda asked, arch, jobs: [{"source": each.case} for each in asked])
     rows = {"sm_90 rope as it was": ["as it was"], "sm_90 rope changed": ["once"], "sm_90 rope gone": ["gone"]}
     record = {"columns": list(counts_report.COLUMNS), "cases": rows}
     counts_report.path("1.2.3").write_text(json.dumps(record))
-    lines = counts_report.stale("1.2.3", ["sm_90"])
-    assert lines == [
+    assert counts_report.stale("1.2.3", ["sm_90"]) == [
         "sm_90 rope new is not in it",
         "sm_90 rope changed was counted of other sources",
         "sm_90 rope gone is no case any more",
     ]
-    # The sources of "gone" are still as recorded, if only what the record has is looked at.
-    assert counts_report.stale("1.2.3", ["sm_90"], choose=False) == lines[1:2]
 
 
 def test_writing_counts_what_changed(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -269,9 +274,8 @@ def test_writing_counts_what_changed(tmp_path, monkeypatch: pytest.MonkeyPatch, 
         return [each] * len(questions)
 
     monkeypatch.setattr(counts_report.codegen_report, "FOLDER", tmp_path)
-    monkeypatch.setattr(counts_report, "ALSO", ())
     monkeypatch.setattr(counts_report, "EXCUSES", ())
-    monkeypatch.setattr(counting, "chosen", lambda arch: [counting.Question("rope", "one")])
+    monkeypatch.setattr(counting, "recorded", lambda arch: [counting.Question("rope", "one")])
     monkeypatch.setattr(counting, "sources", lambda asked, arch, jobs: [{"source": source}])
     monkeypatch.setattr(counting, "count", count)
     source = "first"

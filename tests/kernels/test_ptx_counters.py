@@ -181,6 +181,9 @@ def test_bytes_that_are_necessary_count_once():
     assert found.needed == 128 + 128
     assert found.ratios["moved"] == 3.0
     assert found.ratios["by_block"] == 2.0
+    assert (found.touched, found.ratios["touched"]) == (128 + 128, 1.0)
+    apart = summary(copy(2))  # of 256 bytes each second word
+    assert (apart.needed, apart.touched, apart.ratios["touched"]) == (128 + 128, 256 + 256, 2.0)
 
 
 def test_shares_are_of_the_worst_main_access():

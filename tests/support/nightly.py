@@ -137,8 +137,8 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make emulate ARCH=sm_100 ARGS='--models all'", 300),
         Part("make emulate ARCH=sm_120", 60),
     ),
-    (Part("make codegen-counts ARCH=sm_90", 130),),
-    (Part("make codegen-counts ARCH=sm_80", 90),),
+    (Part("make codegen-counts ARCH=sm_90", 300),),
+    (Part("make codegen-counts ARCH=sm_80", 340),),
     (
         Part("make emulate-ranks", 150),
         Part("make emulate-ranks ARCH=sm_80", 180),

@@ -157,6 +157,7 @@ class Summary:
     asked: int  # bytes that threads load and store
     moved: int  # of sectors, by request
     by_block: int  # the same, where a block loads each sector once
+    touched: int  # the same, where the launch loads each sector once, and stores it once: device memory's part
     needed: int  # distinct bytes loaded, and distinct bytes stored
     loads: float | None  # the share of the sectors' bytes that is used, in the worst main load; None without one
     stores: float | None
@@ -182,6 +183,7 @@ class Summary:
             "mufu_computed": computed if alone else None,
             "moved": round(self.moved / needed, 4),
             "by_block": round(self.by_block / needed, 4),
+            "touched": round(self.touched / needed, 4),
         }
 
 
@@ -244,6 +246,7 @@ class _Sums:
             asked=self.total("asked", LOADS + STORES),
             moved=SECTOR * self.total("sectors", LOADS) + stored,
             by_block=SECTOR * self.c.by_block + stored,
+            touched=SECTOR * self._touched(),
             needed=places.bytes("load") + places.bytes("store"),
             loads=self._share(LOADS),
             stores=self._share(STORES),
@@ -254,6 +257,9 @@ class _Sums:
             by_source=self._by_source(max(1, elements)),
             bounds=self._bounds(),
         )
+
+    def _touched(self) -> int:
+        return self.c.places.sectors("load") + self.c.places.sectors("store")
 
     def _elements(self) -> tuple[str, int, int]:
         """The argument to which most elements are written, how many, and how many are computed; where a block writes
@@ -392,6 +398,5 @@ class _Sums:
         found["shared memory"] = self.total("wavefronts", asynchronous) + read / rates.shared
         found["L1"] = float(self.total("lines", _BY_LANES))  # one line of 128 bytes
         found["L2"] = (SECTOR * (self.c.by_block + self.total("sectors", STORES))) / rates.l2
-        moved = SECTOR * (self.c.places.sectors("load") + self.c.places.sectors("store"))
-        found["device memory"] = moved * chip.sms * rates.clock / chip.bandwidth
+        found["device memory"] = SECTOR * self._touched() * chip.sms * rates.clock / chip.bandwidth
         return {name: round(each / max(1, self.c.blocks)) for name, each in found.items() if each}
