@@ -96,25 +96,20 @@ bench: install  ## every benchmark that runs on this machine, correctness first 
 	@$(BIN)/python -m shardfuse.bench.harness.runner $(ARGS)
 	@$(PYTEST) -q --benchmark-only tests/kernels/test_host_cost.py
 
-# Runs on a machine without internet and without .git: COMMIT=<hash> and DIRTY=0|1 say what the tree is.
+# Runs on a machine without internet and without .git, from the tree: COMMIT=<hash> and DIRTY=0|1 say what that is.
+GPU_NEEDS := torch triton einops numpy rich typer safetensors pytest
 .PHONY: gpu
-gpu:  ## GPU tests and benchmarks into OUT=dir (PHASES=, DEADLINE=s, ONLY=ops, DRY=1: rehearse, COMMIT=, DIRTY=)
-	@missing=; for name in torch triton einops numpy rich typer safetensors pytest hypothesis pytest_benchmark; do \
-	  $(GPU_PYTHON) -c "import importlib.util as u, sys; sys.exit(u.find_spec('$$name') is None)" || missing+=" $$name"; done; \
-	  [ -z "$$missing" ] || { echo "error: $(GPU_PYTHON) lacks$$missing: install them, or run make install" >&2; exit 1; }
-	@run="$(GPU_PYTHON) -m"; \
-	if [ $(GPU_PYTHON) = python3 ] && ! python3 -m pip install --quiet --no-deps --no-build-isolation -e .; then \
-	  echo "the package cannot be installed here (see above), so it runs from the tree" >&2; \
-	  export PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"; \
-	fi; \
-	$(if $(COMMIT),SHARDFUSE_COMMIT='$(COMMIT)' SHARDFUSE_DIRTY='$(DIRTY)') \
-	  $$run shardfuse.bench.gpu --out '$(OUT)' $(if $(PHASES),--phases '$(PHASES)') \
-	    $(if $(DEADLINE),--deadline '$(DEADLINE)') $(if $(ONLY),--only '$(ONLY)') $(if $(DRY),--dry)
+gpu:  ## GPU tests and benchmarks into OUT=dir (PLAN=first|second or PHASES=, DEADLINE=s, ONLY=ops, COMMIT=, DIRTY=; DRY=1 PACE=1: rehearse)
+	@missing=$$($(GPU_PYTHON) -c "import importlib.util as u; print(*(n for n in '$(GPU_NEEDS)'.split() if u.find_spec(n) is None))") || exit; \
+	  [ -z "$$missing" ] || { echo "error: $(GPU_PYTHON) lacks $$missing: install them, or run make install" >&2; exit 1; }
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(if $(COMMIT),SHARDFUSE_COMMIT='$(COMMIT)' SHARDFUSE_DIRTY='$(DIRTY)') \
+	  $(GPU_PYTHON) -m shardfuse.bench.gpu --out '$(OUT)' $(if $(PLAN),--plan '$(PLAN)') $(if $(PHASES),--phases '$(PHASES)') \
+	    $(if $(DEADLINE),--deadline '$(DEADLINE)') $(if $(ONLY),--only '$(ONLY)') $(if $(DRY),--dry --pace '$(or $(PACE),0)')
 
 # As the GPU machine's, this Triton is 3.6.0; which Python runs it does not matter.
 .PHONY: gpu-kernels
 gpu-kernels: $(SIDE)/.installed  ## on a CPU: compile what make gpu launches, for OUT=dir to carry (PHASES=, ONLY=ops)
-	@PYTHONPATH="$(CURDIR)/$(SIDE)$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m shardfuse.bench.gpu.ahead --out '$(OUT)' \
+	@PYTHONPATH="$(CURDIR)/$(SIDE)$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m shardfuse.bench.gpu --kernels --out '$(OUT)' \
 	  $(if $(PHASES),--phases '$(PHASES)') $(if $(ONLY),--only '$(ONLY)')
 
 .PHONY: hub-kernel

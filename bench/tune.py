@@ -142,13 +142,15 @@ class Run:
         self.entries = self._earlier()
         self.calls = self._calls()
         journal = self.out.with_name(self.out.name + ".events.jsonl")
-        self.journal = Journal(journal, dry=options.dry, origin=self.origin)
+        self.journal = Journal(journal)
+        for run in self.journal.known("run", dry=options.dry):
+            provenance.check_machine(journal, run["origin"], self.origin)
         self.red = False
 
     def run(self) -> int:
         started = time.monotonic()
         until = started + self.options.budget_s
-        self.journal.add("run", origin=self.origin)
+        self.journal.add("run", origin=self.origin, dry=self.options.dry)
         try:
             left = [call for call in self.calls if not self._fresh(call)]
             said = f"{len(left)} launches to tune for {self.arch}, {len(self.calls) - len(left)} done before"
@@ -325,9 +327,9 @@ class Run:
     def _compare(self, ours: list[Callable[[], object]], peer: list[Callable[[], object]]) -> tuple[Timing, Timing]:
         return compare(ours, peer, self.device, seconds=SECONDS, dry=self.options.dry)
 
-    def _key(self, call: Call, config: Any) -> dict[str, str]:
-        source_hash = self.source_hashes[call.table_op]
-        return {"bucket": call.bucket, "config": str_of(config), "source_hash": source_hash}
+    def _key(self, call: Call, config: Any) -> dict[str, Any]:
+        source_hash, dry = self.source_hashes[call.table_op], self.options.dry
+        return {"bucket": call.bucket, "config": str_of(config), "source_hash": source_hash, "dry": dry}
 
     def _write(self) -> None:
         sources = {op: sources for op, (_, sources) in KINDS.items()}

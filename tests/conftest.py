@@ -48,7 +48,8 @@ settings.register_profile("shardfuse", deadline=None, derandomize=True, database
 settings.load_profile("shardfuse")
 
 
-SEVERAL, COMPILED, REHEARSAL, A_SECOND = 6, 4, 30, 3
+SEVERAL, COMPILED, A_SECOND = 6, 4, 3
+SECONDS = {"test_gpu_runner.py": 30, "test_gpu_phases.py": 75}  # of files whose tests wait for processes
 # What a test that compares numbers calls or names, or asks of a verdict or of a benchmark's gate.
 COMPARES = {"judge", "within", "relative_error", "assert_close", "opcheck", "allclose", "isclose", "equal", "approx"}
 COMPARES |= {"BUDGET", "green", "ok"}
@@ -135,13 +136,13 @@ def _files_of_part(items: list[pytest.Item], part: int, parts: int) -> set[Path]
     """Files go, the one with the most tests first, to the part that has the fewest so far.
 
     A test of several processes counts as ``SEVERAL``: they share the cores, and interpret what the others wait for; one
-    that compiles counts as ``COMPILED``. The rehearsal of a GPU run is one test and takes as long as ``REHEARSAL``
-    others. Each of the ``seconds`` that a test's marks ``nightly`` and ``codegen`` give counts as ``A_SECOND`` others.
+    that compiles counts as ``COMPILED``. Each of the ``SECONDS`` of a file, and each of the ``seconds`` that a test's
+    marks ``nightly`` and ``codegen`` give, counts as ``A_SECOND`` others.
     """
     sizes: Counter[Path] = Counter()
     for item in items:
-        if item.path.name == "test_gpu_runner.py" and not sizes[item.path]:
-            sizes[item.path] = REHEARSAL
+        if not sizes[item.path]:
+            sizes[item.path] = A_SECOND * SECONDS.get(item.path.name, 0)
         marks = [mark for name in ("nightly", "codegen") if (mark := item.get_closest_marker(name))]
         sizes[item.path] += A_SECOND * sum(mark.kwargs.get("seconds", 0) for mark in marks)
         compiled = COMPILED if item.get_closest_marker("codegen") else 1

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ...kernels.dev.workers import end_with_the_parent
+
 LEAVE_OUT = "--leave-out"
 DETAIL_LINES = 12  # the last ones of a failure's text
 _WORST = {"passed": 0, "skipped": 1, "failed": 2}
@@ -65,4 +67,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    end_with_the_parent()
     config.pluginmanager.register(Events(), "shardfuse-events")

@@ -63,6 +63,11 @@ class Work:
         return pass_bound(products * 1e6, ceilings.bandwidth, self.extra)
 
 
+def gates(case: str, metric: str) -> tuple[str, str]:
+    """What the checks before a row may be called: its case, or the row's own."""
+    return case, f"{case}, {metric}"
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One planned row: ours against one peer on one case.
@@ -72,6 +77,8 @@ class Measurement:
     run with a deadline measures the row last. ``work`` is given if the metric is microseconds of a known number of
     operations. ``bf16``: its products run in 16 bits, like the product that measures the ceilings; other rows are not
     compared with them. ``skip`` says why the row cannot be measured on this machine; it is then reported, and not run.
+    ``own_gate``: before its first timing the benchmark checks what this metric runs, and not what the case's other rows
+    do (``gate`` is what ``Benchmark.check`` is asked for).
     """
 
     case: str
@@ -84,6 +91,11 @@ class Measurement:
     work: Work | None = None
     bf16: bool = True
     skip: str = ""
+    own_gate: bool = False
+
+    @property
+    def gate(self) -> str:
+        return gates(self.case, self.metric)[self.own_gate]
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -117,7 +117,7 @@ def revision() -> tuple[str, bool | None]:
     """(commit, dirty). ``SHARDFUSE_COMMIT`` and ``SHARDFUSE_DIRTY`` give them for a tree without ``.git``."""
     if "SHARDFUSE_COMMIT" in os.environ:
         dirty = os.environ.get("SHARDFUSE_DIRTY")
-        return os.environ["SHARDFUSE_COMMIT"], None if dirty is None else dirty not in ("", "0")
+        return os.environ["SHARDFUSE_COMMIT"], dirty != "0" if dirty else None
     commit = _git("rev-parse", "HEAD")
     return (commit, bool(_git("status", "--porcelain"))) if commit else ("unknown", None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from ...kernels.dev.accuracy import Verdict
 from . import provenance
-from .benchmark import Benchmark, Measurement, Settings
+from .benchmark import Benchmark, Measurement, Settings, gates
 from .report import Row
 
 RowKey = tuple[str, str, str]
@@ -25,6 +25,7 @@ class Outcome:
     verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     failed: dict[RowKey, str] = field(default_factory=dict)  # rows that raised, and their errors
+    raised: set[str] = field(default_factory=set)  # gates that did
 
     @property
     def green(self) -> bool:
@@ -32,8 +33,18 @@ class Outcome:
 
     @property
     def red(self) -> set[str]:
-        """The cases with a comparison that failed; their rows do not count."""
+        """The cases (or gates) with a comparison that failed; their rows do not count."""
         return {case for case, verdict in self.verdicts if not verdict.ok}
+
+    @property
+    def good(self) -> list[Row]:
+        """The rows that count."""
+        return [row for row in self.rows if self.gate_of(row) not in self.red]
+
+    def gate_of(self, row: Row) -> str:
+        """What was checked before the row."""
+        case, own = gates(row.case, row.metric)
+        return own if any(name == own for name, _ in self.verdicts) else case
 
 
 def left(benchmark: Benchmark, settings: Settings, *, done: Collection[RowKey] = ()) -> list[Measurement]:
@@ -71,20 +82,28 @@ def header(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
 def record(
     benchmark: Benchmark, settings: Settings, outcome: Outcome, head: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
+    """The full result of a plan: :func:`recorded`."""
+    planned = [row.key for row in left(benchmark, settings)]
+    return recorded(head or header(benchmark, settings), outcome, planned, skipped(benchmark, settings))
+
+
+def recorded(
+    head: Mapping[str, Any], outcome: Outcome, planned: Iterable[RowKey], skipped: Mapping[RowKey, str]
+) -> dict[str, Any]:
     """The full result: header, verdicts, rows with derived figures, planned rows that were not or cannot be measured.
 
     The gate is red if a case was; such a case has no rows.
     """
-    rows = [row for row in outcome.rows if row.case not in outcome.red]
+    rows = outcome.good
     measured = {row.key for row in rows}
     return {
-        **(head or header(benchmark, settings)),
+        **head,
         "gate": "green" if outcome.green else "red",
         "verdicts": [{"case": case, **vars(verdict), "ok": verdict.ok} for case, verdict in outcome.verdicts],
         "rows": [row.record() for row in rows],
-        "missing": [row.key for row in left(benchmark, settings, done=measured)],
+        "missing": [key for key in planned if key not in measured],
         "failed": [[*key, why] for key, why in outcome.failed.items()],
-        "skipped": [[*key, why] for key, why in skipped(benchmark, settings).items()],
+        "skipped": [[*key, why] for key, why in skipped.items()],
     }
 
 
@@ -125,10 +144,10 @@ def earlier(benchmark: Benchmark, settings: Settings, path: str | Path | None, r
             f"the sources that {path} measured have changed since: choose another --out, or leave --resume out to "
             "start again"
         )
-    red = Outcome(verdicts).red
+    before = Outcome(verdicts, rows)
     # The run may have stopped within its last check.
-    whole = {row.case for row in rows} | {case for case, _ in verdicts if case != verdicts[-1][0]}
-    return Outcome([(case, verdict) for case, verdict in verdicts if case in whole - red], rows, failed)
+    whole = {before.gate_of(row) for row in rows} | {case for case, _ in verdicts if case != verdicts[-1][0]}
+    return Outcome([(case, verdict) for case, verdict in verdicts if case in whole - before.red], rows, failed)
 
 
 def _let_go(path: Path, benchmark: Benchmark, settings: Settings) -> None:
@@ -180,6 +199,12 @@ def check_place(path: Path) -> None:
         raise ValueError(f"--out {path}: it is a folder; name a file, such as {path / 'record.json'}")
     with writing(path), tempfile.TemporaryFile(dir=path.parent):
         pass
+
+
+def filed_rows(folder: Path) -> dict[tuple[str, str, str, str], Row]:
+    """All rows, by benchmark and key, in a card's folder under bench/results/, whatever their sources."""
+    records = [record for path in folder.glob("*.json") for record in read_records(path)]
+    return {(each["bench"], *row.key): row for each in records for row in map(Row.from_record, each["rows"])}
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ class Row:
     """One measured comparison. ``ratio`` > 1 means that ours is better; ``met`` is None without a target.
 
     A row noisier than NOISE_LIMIT is inconclusive, so it meets no target, and nor does one above the device's peak.
-    ``ceilings`` were measured by the same process, in the row's precision, if there is ``work`` to compare with them.
+    ``ceilings`` were measured in the same run, in the row's precision, if there is ``work`` to compare with them.
     ``ran`` names the ops and implementations that the timed calls of both sides used ("linear_act=triton"): a table of
     measurements may have selected the stock path for ours. ``between`` is an interval of the ratio and ``low`` its
     first decile, if the timing gave them; where the target is a gain, the decile must be one, too.

@@ -10,11 +10,11 @@ import argparse
 import collections
 import functools
 import importlib
-import itertools
 import json
 import os
 import pkgutil
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ...kernels.dev.accuracy import Verdict
+from ...kernels.dev.workers import end_with_the_parent
 from ...kernels.runtime import dispatch
 from ...kernels.runtime.printing import Sheet, console, prose, unbroken
 from .. import suites
@@ -31,10 +32,10 @@ from .benchmark import Benchmark, Measurement, Settings
 from .progress import Progress
 from .records import Outcome, RowKey, check_place, earlier, header, left, record, skipped
 from .report import DRY_NOTE, Row, last_line, show_red, show_rows, write_json
-from .timing import ceilings
+from .timing import KNOWN_CEILINGS, Ceilings, ceilings
 from .virtual_ranks import open_queues
 
-LOST_ROWS = 2  # of a benchmark, after which a stream leaves its others out
+LOST_ROWS = 2  # of a benchmark, after which a GPU run's call leaves its others out; a hang counts as so many
 
 
 @functools.cache
@@ -77,23 +78,22 @@ def run(
     row that raises ends the run, unless ``on_error`` handles it; then a check that raises loses that case's rows.
     """
     outcome = outcome or Outcome()
-    plan = left(benchmark, settings, done=[row.key for row in outcome.rows])
+    plan = whole = left(benchmark, settings, done=[row.key for row in outcome.rows])
     if only is not None:
         planned_rows = {planned.key: planned for planned in plan}
         plan = [planned_rows[key] for key in only if key in planned_rows]
     plan.sort(key=lambda planned: planned.key in outcome.failed)
     checked = {case for case, _ in outcome.verdicts}
-    lost: set[str] = set()  # cases whose check raised
     measured = settings.cuda and not settings.dry and any(planned.work for planned in plan)
     for planned in plan:
-        if planned.case in lost | outcome.red:
+        if planned.gate in outcome.raised | outcome.red:
             continue
         on_start(planned)
         try:
-            if planned.case not in checked:
-                _check(benchmark, settings, planned.case, outcome, on_verdict)
-                checked.add(planned.case)
-            if planned.case in outcome.red:
+            if planned.gate not in checked:
+                _check(benchmark, settings, planned.gate, outcome, on_verdict)
+                checked.add(planned.gate)
+            if planned.gate in outcome.red:
                 continue
             best = ceilings(settings.device) if measured else None
             before = dispatch.counts.copy()
@@ -103,11 +103,11 @@ def run(
         except Exception as error:
             if on_error is None:
                 raise
-            if planned.case in checked:
+            if planned.gate in checked:
                 on_error([planned], error)
             else:
-                lost.add(planned.case)
-                on_error([each for each in plan if each.case == planned.case], error)
+                outcome.raised.add(planned.gate)
+                on_error([each for each in whole if each.gate == planned.gate], error)
         else:
             on_row(outcome.rows[-1])
     return outcome
@@ -292,41 +292,57 @@ def _emit_row(bench: str, row: Row) -> None:
     _emit(bench, "row", **row.record())
 
 
-def _stream(rows: Sequence[Sequence[str]], settings: Settings) -> int:
-    """Measure ``rows`` (benchmark, case, metric, peer) in this order, for the GPU run's watchdog.
+def _stream(work: dict[str, Any], settings: Settings) -> int:
+    """Measure ``work["rows"]`` (benchmark, case, metric, peer) in this order, for the GPU run's watchdog.
 
-    One JSON event a line, flushed: verdicts, the start and the end of each row. A row that raises is an event, too; a
-    benchmark's second one costs its other rows. A GPU that answers no more ends the process.
+    One JSON event a line, flushed: verdicts, the start and the end of each row. A row that raises is an event, too, and
+    so are all rows of a gate that does; a benchmark's second (``work["lost"]`` counts earlier ones) costs its others. A
+    GPU that answers no more ends the process. ``work["ceilings"]`` are another process's; without any the first event
+    tells them. With ``work["rehearsal"]``, the seconds that this process takes to start and each row takes, a CPU
+    stands in for the GPU.
     """
+    rehearsal, made = work.get("rehearsal"), find
+    if rehearsal is not None:
+        from . import stand_in
+
+        stand_in.install(lambda kernel, error: None, compiling=False)
+        settings, seconds = stand_in.SETTINGS, iter(rehearsal["rows"])
+        time.sleep(max(0.0, rehearsal["start"] - stand_in.age()))
+        made = lambda name: stand_in.standing(find(name), next(seconds))
+    if work.get("ceilings"):
+        KNOWN_CEILINGS[settings.device] = Ceilings(**work["ceilings"])
+    elif rehearsal is None:
+        _emit("", "ceilings", **vars(ceilings(settings.device)))
     outcomes: dict[str, Outcome] = collections.defaultdict(Outcome)
-    lost: collections.Counter[str] = collections.Counter()
-    for name, group in itertools.groupby(rows, key=lambda row: row[0]):
-        benchmark = find(name)
-        _require(benchmark, settings)
+    lost = collections.Counter(work.get("lost", {}))
 
-        def failed(planned: Sequence[Measurement], error: Exception, name: str = name) -> None:
-            traceback.print_exception(error)
-            for each in planned:
-                _emit(name, "failed", key=each.key, how=f"{type(error).__name__}: {error}"[:500])
-            lost[name] += 1
-            if settings.cuda and not settings.dry:
-                torch.cuda.synchronize()  # raises again where the fault has ended the context
+    def failed(name: str, planned: Sequence[Measurement], error: Exception) -> None:
+        traceback.print_exception(error)
+        for each in planned:
+            how = f"{type(error).__name__}: {error}"[:500]
+            _emit(name, "failed", key=each.key, how=how, first=each is planned[0])
+        lost[name] += 1
+        if settings.device.type == "cuda":
+            torch.cuda.synchronize()  # raises again where the fault has ended the context
 
-        for case, metric, peer in [row[1:] for row in group]:
-            if lost[name] >= LOST_ROWS:
-                break
-            run(
-                benchmark,
-                settings,
-                outcome=outcomes[name],
-                only=[(case, metric, peer)],
-                on_verdict=functools.partial(_emit_verdict, name),
-                on_start=functools.partial(_emit_start, name),
-                on_row=functools.partial(_emit_row, name),
-                on_error=failed,
-            )
-        if settings.cuda and not settings.dry:
+    before = None
+    for name, *key in work["rows"]:
+        benchmark = made(name)
+        if lost[name] >= LOST_ROWS:
+            continue
+        if settings.device.type == "cuda" and name != before:
             torch.cuda.empty_cache()
+        before = name
+        run(
+            benchmark,
+            settings,
+            outcome=outcomes[name],
+            only=[tuple(key)],
+            on_verdict=functools.partial(_emit_verdict, name),
+            on_start=functools.partial(_emit_start, name),
+            on_row=functools.partial(_emit_row, name),
+            on_error=functools.partial(failed, name),
+        )
     print(json.dumps({"event": "end"}), flush=True)
     return 0 if all(outcome.green for outcome in outcomes.values()) else 1
 
@@ -343,10 +359,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", help="cpu or cuda; default: a GPU if there is one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the full record, of one benchmark")
     parser.add_argument("--resume", action="store_true", help="continue from the rows in FILE")
-    parser.add_argument("--warm", metavar="CASE", action="append", help="only compile the kernels of CASE")
-    parser.add_argument(
-        "--stream", metavar="FILE", help="JSON list of rows, [benchmark, case, metric, peer]: one event a line for each"
-    )
+    parser.add_argument("--stream", metavar="FILE", help="JSON, the work of a GPU run's process: one event a line")
     options = parser.parse_args(argv)
 
     try:
@@ -360,25 +373,19 @@ def _main(options: argparse.Namespace) -> int:
     device = default_device()
     settings = Settings(device, short=options.short, dry=options.dry, seconds=options.seconds)
     names = options.names or [b.name for b in list_benchmarks() if device.type in b.devices]
-    if options.warm:
-        return _warm(names, settings, options.warm)
     if options.stream:
-        return _stream(json.loads(Path(options.stream).read_text()), settings)
+        end_with_the_parent()
+        work = json.loads(Path(options.stream).read_text())
+        if device.type != "cuda" and "rehearsal" not in work:
+            print("error: this process sees no GPU that torch can use", file=sys.stderr)
+            return 2
+        return _stream(work, settings)
     if options.out is not None and len(names) != 1:
         print(f"error: --out takes the record of one benchmark, and {len(names)} are to run", file=sys.stderr)
         return 2
     passed_on = ("json", "short", "dry", "seconds", "device", "out", "resume")
     how = {option: getattr(options, option) for option in passed_on}
     return max(run_benchmark(name, **how) for name in names)
-
-
-def _warm(names: list[str], settings: Settings, cases: list[str]) -> int:
-    for name in names:
-        benchmark = find(name)
-        for case in cases:
-            if benchmark.warm is not None:
-                benchmark.warm(settings, case)
-    return 0
 
 
 if __name__ == "__main__":

@@ -85,12 +85,14 @@ def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
 
     A record that lacks planned rows, such as those of a red case, is filed, and stays stale. Raises ValueError for
     records that must not be filed: a dry run, one whose cases are all red, a CPU of unknown kind, no rows, a tree
-    without a commit, an environment that changes what "ours" is, or a short run in place of a whole plan's result.
+    without a commit, an environment that changes what "ours" is, a short run in place of a whole plan's result, or
+    fewer rows than the filed result has of the same sources.
     """
     name, device, origin = record["bench"], record["device"], record["origin"]
     commit_known = origin["commit"] not in ("", "unknown")
     folder = places.folder(record)
     path = results / (folder or places.CPU) / f"{name}.json"
+    filed = json.loads(path.read_text()) if path.is_file() else None
     environment = origin["environment"]
     changed = [f"{each}={environment[each]}" for each in _NOT_WHAT_USERS_GET if environment.get(each) not in _DEFAULTS]
     refusals = {
@@ -105,9 +107,11 @@ def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
         "make gpu COMMIT=<hash> DIRTY=0": commit_known and origin["dirty"] is None,
         f"it ran under {', '.join(changed)}; unset and measure again": bool(changed),
         f"it is of the short plan, and {path} is of the whole one; file a whole run (shardfuse bench run {name} --out "
-        "FILE), or remove the old result": record["short"]
-        and path.is_file()
-        and not json.loads(path.read_text())["short"],
+        "FILE), or remove the old result": record["short"] and filed is not None and not filed["short"],
+        f"{path} holds more rows of the same sources; measure the others, or remove the old result": filed is not None
+        and record["gate"] == "green"
+        and filed["sources"] == record["sources"]
+        and len(filed["rows"]) > len(record["rows"]),
     }
     for reason, refused in refusals.items():
         if refused:

@@ -17,7 +17,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from time import perf_counter  # bound before any implementation is loaded, which might replace it
 from typing import Any, Protocol
 
@@ -201,16 +200,21 @@ class Ceilings:
     bandwidth: float
 
 
-@cache
+KNOWN_CEILINGS: dict[torch.device, Ceilings] = {}  # measured by this process, or handed on to it
+
+
 def ceilings(device: torch.device) -> Ceilings:
-    """The ceilings, measured once per process: cuBLAS's plain bf16 product of 8192^3, and a copy of 1 GiB.
+    """The ceilings, measured at most once per process: cuBLAS's plain bf16 product of 8192^3, and a copy of 1 GiB.
 
     On a CPU, whose caches hold most operands, the better of a bf16 and an fp32 product, and the best of several copies.
     """
-    if device.type == "cpu":
+    if device not in KNOWN_CEILINGS and device.type == "cpu":
         flops = max(gemm_peak(device, size=512, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-        return Ceilings(flops, max(copy_bandwidth(device, size=1 << bits) for bits in (16, 18, 20, 22)))
-    return Ceilings(gemm_peak(device), copy_bandwidth(device))
+        bandwidth = max(copy_bandwidth(device, size=1 << bits) for bits in (16, 18, 20, 22))
+        KNOWN_CEILINGS[device] = Ceilings(flops, bandwidth)
+    elif device not in KNOWN_CEILINGS:
+        KNOWN_CEILINGS[device] = Ceilings(gemm_peak(device), copy_bandwidth(device))
+    return KNOWN_CEILINGS[device]
 
 
 def gemm_peak(device: torch.device, *, size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:

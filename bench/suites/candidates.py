@@ -1,20 +1,25 @@
-"""Candidate configurations against today's, and kernels that ``auto`` takes without a measurement on Hopper.
+"""Candidate configurations against today's.
 
 A row of a candidate times the op twice: within ``forced`` and as users call it. Both sides run the same kernel with
 different tiles, warps and stages, so a ratio above 1 says that the rule in ``kernels/*/config.py``, or an entry in
 ``kernels/tuned``, should change. The candidates compile for sm_90 without spills in their loops; ``bench tune``
-searches wider and takes longer.
+searches wider and takes longer. One entry compares pages of 128 tokens with those of 16.
 
-Two rows compare a kernel with stock torch: the fp32 product with cuBLAS's, and the cast to fp8 with a copy.
+``SHARDFUSE_CANDIDATES=FILE`` adds entries: a JSON list of ["up" or "qkv", GemmConfig's fields] and ["prefill" or
+"decode", AttentionConfig's fields], such as ["up", {"block_m": 64, "block_n": 256, "block_k": 64, "num_warps": 4,
+"num_stages": 4, "use_tma": true}].
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -26,11 +31,10 @@ from ...kernels.linear.gemm import GemmConfig
 from ...kernels.paged_attention import config as tiles
 from ...kernels.paged_attention.config import AttentionConfig
 from ...kernels.runtime import device, fences
-from ...kernels.scaled_linear import Quantized, quantize
 from ..harness import problem
 from ..harness.benchmark import Benchmark, Measurement, Settings, Work
-from ..harness.gate import Outputs, check_outputs
-from ..harness.problem import Operands, Problem, eager
+from ..harness.gate import Outputs
+from ..harness.problem import Operands, Problem
 from ..harness.timing import Call, Timing, compare, input_sets
 from . import paged, paged_decode, paged_prefill
 from .paged import Step
@@ -51,8 +55,9 @@ GEMMS: tuple[tuple[Projection, GemmConfig], ...] = tuple(
         GemmConfig(128, 128, 64, 4, 4, use_tma=True),
     )
 )
-# block_m, block_n, num_warps, num_stages
-ATTENTION: tuple[tuple[Step, AttentionConfig], ...] = (
+# block_m, block_n, num_warps, num_stages; without any, today's with pages of 128 tokens
+ATTENTION: tuple[tuple[Step, AttentionConfig | None], ...] = (
+    (PREFILL, None),
     (PREFILL, AttentionConfig(128, 128, 8, 3, per_sm=1)),  # spills five values per thread, outside the loops over keys
     (PREFILL, AttentionConfig(128, 64, 8, 3, per_sm=1)),
     (PREFILL, AttentionConfig(64, 64, 4, 3, per_sm=2)),
@@ -62,12 +67,13 @@ ATTENTION: tuple[tuple[Step, AttentionConfig], ...] = (
     (DECODE, AttentionConfig(16, 64, 4, 4, per_sm=4)),
     (DECODE, AttentionConfig(16, 32, 4, 5, per_sm=4)),
 )
-CAST = (8192, 4096)  # of x [R, C]
 
+PAGE = 128
+NAMED = {"up": UP, "qkv": QKV, "prefill": PREFILL, "decode": DECODE}
 METRIC = "forward, us"
 TODAY = "today's configuration"
-EAGER = "eager, cuBLAS in IEEE fp32"
-COPY = "copy of the bytes"
+ADDED = "SHARDFUSE_CANDIDATES"
+UNFENCED = "this Triton puts no proxy fence between a copy and the products that read it; `auto` never takes such tiles"
 
 
 class Case(Protocol):
@@ -85,25 +91,23 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Product:
-    """``linear_act`` as in training, forced to ``config``; without one the kernel that ``impl="triton"`` takes."""
+    """``linear_act`` as in training, forced to ``config``."""
 
     problem: Problem
-    config: GemmConfig | None = None
+    config: GemmConfig
 
     @property
     def name(self) -> str:
-        return self.problem.name if self.config is None else f"{self.problem.name} {self.config}"
+        return f"{self.problem.name} {self.config}"
 
     def row(self, settings: Settings) -> Measurement:
         found, activation = self.problem, self.problem.projection.activation
-        if self.config is None:
-            peer_name, peer = EAGER, partial(eager, activation=activation)
-        else:
-            peer_name, peer = TODAY, partial(_linear_act, activation=activation, impl=settings.impl)
+        peer = partial(_linear_act, activation=activation, impl=settings.impl)
         writes = found.output_bytes * (1 if activation == "identity" else 2)
         work = Work(found.flops, found.input_bytes + found.weight_bytes + writes)
-        row = problem.row(settings, found, METRIC, self._forward, peer_name, peer, None, work=work)
-        return replace(row, case=self.name, bf16=found.dtype == torch.bfloat16)
+        return replace(
+            problem.row(settings, found, METRIC, self._forward, TODAY, peer, None, work=work), case=self.name
+        )
 
     def check(self, settings: Settings) -> Iterator[Verdict]:
         name = self.problem.name
@@ -111,11 +115,11 @@ class Product:
 
     def warm(self, settings: Settings) -> None:
         operands = self.problem.operands(settings.device)
-        for each in (self, replace(self, config=None)):  # the peer's kernel too
-            each._forward(operands)
+        self._forward(operands)
+        _linear_act(operands, self.problem.projection.activation, settings.impl)  # the peer's kernel
 
     def _forward(self, operands: Operands, impl: str = "triton") -> tuple[torch.Tensor, ...]:
-        with contextlib.nullcontext() if self.config is None else gemms.forced(self.config):
+        with gemms.forced(self.config):
             return _linear_act(operands, self.problem.projection.activation, impl)
 
     def _outputs(self, problem: Problem, operands: Operands, impl: str) -> Outputs:
@@ -131,104 +135,60 @@ def _linear_act(operands: Operands, activation: str, impl: str) -> tuple[torch.T
 
 @dataclass(frozen=True)
 class Attention:
-    """``paged_attention`` with the plan that a step's layers share, both forced to ``config``."""
+    """``paged_attention`` with the plan that a step's layers share, both forced to ``config``; without one with pages
+    of PAGE tokens.
+    """
 
     step: Step
-    config: AttentionConfig
+    config: AttentionConfig | None
+    skip: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.step.name} {self.config}-per_sm{self.config.per_sm}"
+        how = f"pages-of-{PAGE}" if self.config is None else f"{self.config}-per_sm{self.config.per_sm}"
+        return f"{self.step.name} {how}"
+
+    @property
+    def own(self) -> Step:
+        return self.step if self.config is not None else replace(self.step, page=PAGE)
 
     def row(self, settings: Settings) -> Measurement:
         def run() -> tuple[Timing, Timing]:
             sets = range(input_sets(self.step.bytes, settings.device))
-            operands = [paged.Operands.of(self.step, settings.device, seed) for seed in sets]
+            draw = partial(paged.Operands.of, device=settings.device)
             with torch.no_grad():
                 return compare(
-                    [self._forced(each) for each in operands],
-                    [paged.ours(each, settings.impl) for each in operands],
+                    [self._forced(draw(self.own, seed=seed)) for seed in sets],
+                    [paged.ours(draw(self.step, seed=seed), settings.impl) for seed in sets],
                     settings.device,
                     seconds=settings.seconds,
                     dry=settings.dry,
                 )
 
-        return Measurement(self.name, METRIC, TODAY, None, run, work=self.step.work)
+        return Measurement(self.name, METRIC, TODAY, None, run, work=self.step.work, skip=self.skip)
 
     def check(self, settings: Settings) -> Iterator[Verdict]:
-        with tiles.forced(self.config):
-            found = list(paged.check([self.step], settings, [self.step.name]))
+        with self._configured():
+            found = list(paged.check([self.own], settings, [self.own.name]))
         return (verdict for _, verdict in found)
 
     def warm(self, settings: Settings) -> None:
-        operands = paged.Operands.of(self.step, settings.device, 0)
-        for call in (self._forced(operands), paged.ours(operands, settings.impl)):
+        today = paged.Operands.of(self.step, settings.device, 0)
+        for call in (self._forced(paged.Operands.of(self.own, settings.device, 0)), paged.ours(today, settings.impl)):
             call()
 
     def _forced(self, operands: paged.Operands) -> Call:
-        with tiles.forced(self.config):
+        with self._configured():
             call = paged.ours(operands, "triton")
 
         def run() -> object:
-            with tiles.forced(self.config):
+            with self._configured():
                 return call()
 
         return run
 
-
-@dataclass(frozen=True)
-class Cast:
-    """``quantize`` of x [R, C] to e4m3 with one scale, which reads x twice."""
-
-    R: int
-    C: int
-    dtype: torch.dtype
-
-    @property
-    def name(self) -> str:
-        return f"quantize-r{self.R}-c{self.C}-{str(self.dtype).removeprefix('torch.')}-e4m3_per_tensor"
-
-    @property
-    def bytes(self) -> int:
-        return self.R * self.C * (self.dtype.itemsize + 1)
-
-    def row(self, settings: Settings) -> Measurement:
-        def run() -> tuple[Timing, Timing]:
-            sets = [self._draw(settings, seed) for seed in range(input_sets(self.bytes, settings.device))]
-            return compare(
-                [partial(quantize, x, impl=settings.impl) for x in sets],
-                [_copied(x, self.bytes // 2) for x in sets],
-                settings.device,
-                seconds=settings.seconds,
-                dry=settings.dry,
-            )
-
-        return Measurement(self.name, METRIC, COPY, None, run, work=Work(0, self.bytes), bf16=False)
-
-    def check(self, settings: Settings) -> Iterator[Verdict]:
-        x = self._draw(settings, 0)
-        yield from check_outputs(
-            {"values": _widened(quantize(x, impl=settings.impl))},
-            low=lambda: {"values": _widened(quantize(x, impl="reference"))},
-            oracle=lambda: {"values": x.double()},
-        )
-
-    def warm(self, settings: Settings) -> None:
-        quantize(self._draw(settings, 0), impl=settings.impl)
-
-    def _draw(self, settings: Settings, seed: int) -> torch.Tensor:
-        generator = torch.Generator(settings.device).manual_seed(seed)
-        return torch.randn(self.R, self.C, generator=generator, device=settings.device).to(self.dtype)
-
-
-def _widened(found: Quantized) -> torch.Tensor:
-    return found.values.double() * found.scale
-
-
-def _copied(x: torch.Tensor, half: int) -> Call:
-    """A copy that reads and writes ``half`` bytes each, what a cast with a given scale touches together."""
-    source = torch.empty(half, dtype=torch.uint8, device=x.device).random_()
-    return partial(torch.empty_like(source).copy_, source)
+    def _configured(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.config is None else tiles.forced(self.config)
 
 
 # --- the benchmark ----------------------------------------------------------------------------------------------------
@@ -237,16 +197,31 @@ def _copied(x: torch.Tensor, half: int) -> Call:
 def cases(settings: Settings) -> list[Case]:
     """Everything above; a dry run takes tiny shapes, with the same configurations."""
     dtype = torch.bfloat16 if settings.cuda else torch.float32
-    found: list[Case] = [Product(Problem(_size(each, settings), dtype), config) for each, config in GEMMS]
-    found.append(Product(Problem(_size(UP, settings), torch.float32)))
+    products, attention = _added(os.environ.get(ADDED))
+    found: list[Case] = [Product(Problem(_size(each, settings), dtype), config) for each, config in GEMMS + products]
     arch = device.architecture(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    found += [
-        Attention(_step(each, settings), config)
-        for each, config in ATTENTION
-        if fences.fenced(arch) or not fences.asynchronous(arch, config.block_m, config.num_warps)
-    ]
-    found.append(Cast(*((40, 72) if settings.dry else CAST), dtype))
+    for each, config in ATTENTION + attention:
+        safe = config is None or fences.fenced(arch) or not fences.asynchronous(arch, config.block_m, config.num_warps)
+        found.append(Attention(_step(each, settings), config, "" if safe else UNFENCED))
     return found
+
+
+def _added(file: str | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Products and attention that a user's file adds; ValueError where it is not what the module says."""
+    if not file:
+        return (), ()
+    found: tuple[list[Any], list[Any]] = ([], [])
+    try:
+        for name, fields in json.loads(Path(file).read_text()):
+            of = NAMED[name]
+            attends = isinstance(of, Step)
+            found[attends].append((of, (AttentionConfig if attends else GemmConfig)(**fields)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{ADDED}={file}: {type(error).__name__}: {error}; expected a JSON list of [name, fields], where name is "
+            f"one of {', '.join(NAMED)} and fields are those of GemmConfig or AttentionConfig"
+        ) from None
+    return tuple(found[False]), tuple(found[True])
 
 
 def _size(chosen: Projection, settings: Settings) -> Projection:
@@ -278,12 +253,12 @@ def warm(settings: Settings, name: str) -> None:
 
 BENCHMARK = Benchmark(
     name="candidates",
-    summary="other tiles, warps and stages of linear_act and paged_attention against today's; fp32 products, fp8 casts",
+    summary="other tiles, warps and stages of linear_act and paged_attention against today's",
     targets={},
     plan=plan,
     check=check,
     warm=warm,
-    ops=("linear_act", "paged_attention", "scaled_linear"),
+    ops=("linear_act", "paged_attention"),
     sources=(
         "bench/harness/problem.py",
         "bench/harness/stock.py",

@@ -9,12 +9,13 @@ cost of our dispatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from ...kernels.dev.accuracy import Verdict
-from ...kernels.dev.shapes import KINDS, SHORT, Projection, grid
+from ...kernels.dev.shapes import KINDS, SHORT, Projection, grid, projection
 from ...kernels.linear import linear_act
 from ...kernels.runtime.cost import PASSES
 from ..harness import problem
@@ -37,6 +38,7 @@ LARGE = 4096  # tokens from which the epilogue must cost nothing
 AUTOTUNED = 2  # of a short run's shapes: the compiled peer searches for most of a minute on each
 FUSED = ("gelu_tanh", "relu")  # the activations of torch._addmm_activation
 
+IN_FP32 = Problem(projection("llama3-8b", "up", 1, 8192), torch.float32)
 ON_CPU = tuple(Projection("cpu", "up", 1, T, D, (4 * D,), "gelu_tanh") for T, D in ((64, 256), (512, 1024)))
 
 
@@ -58,6 +60,8 @@ def plan(settings: Settings) -> list[Measurement]:
         rows.append(_row(settings, each, "eager", OTHERS, stock, extra=_eager_passes(each)))
         if _has_fused(each.projection):
             rows.append(_row(settings, each, "torch._addmm_activation", OTHERS, partial(_fused, problem=each)))
+    if settings.cuda and not settings.dry:
+        rows.append(_fp32_row(settings))
     rows.append(_host_row(settings, min(found, key=lambda each: (not _saves(each), each.projection.T))))
     for each in () if settings.dry else found[:AUTOTUNED] if settings.short else found:
         rows.append(_row(settings, each, "torch.compile, max-autotune", OTHERS, _compiled(each), slow=True))
@@ -65,11 +69,13 @@ def plan(settings: Settings) -> list[Measurement]:
 
 
 def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:
-    return problem.verdicts(settings, chosen(settings), names, _outputs)
+    yield from problem.verdicts(settings, chosen(settings), names, _outputs)
+    yield from problem.verdicts(settings, [IN_FP32], names, _kernels_outputs)
 
 
 def warm(settings: Settings, name: str) -> None:
     problem.warm(settings, chosen(settings), name, _outputs)
+    problem.warm(settings, [IN_FP32], name, _kernels_outputs)
 
 
 def _outputs(problem: Problem, operands: Operands, impl: str) -> Outputs:
@@ -78,6 +84,11 @@ def _outputs(problem: Problem, operands: Operands, impl: str) -> Outputs:
     leaves = operands.leaves
     grads = torch.autograd.grad(ys, list(leaves.values()), operands.dys)
     return {f"y{i}": y.detach() for i, y in enumerate(ys)} | dict(zip(leaves, grads))
+
+
+def _kernels_outputs(problem: Problem, operands: Operands, impl: str) -> Outputs:
+    """Of the kernel by name: in fp32 "auto" may take stock torch, and torch would be compared with itself."""
+    return _outputs(problem, operands, "triton" if impl == "auto" else impl)
 
 
 def _gemm_target(problem: Problem) -> float | None:
@@ -108,6 +119,14 @@ def _row(
     work = Work(problem.flops, problem.input_bytes + problem.weight_bytes + writes, extra)
     ours = partial(_ours, activation=problem.projection.activation, impl=settings.impl)
     return row(settings, problem, FORWARD, ours, peer_name, peer, target, work=work, slow=slow)
+
+
+def _fp32_row(settings: Settings) -> Measurement:
+    activation = IN_FP32.projection.activation
+    ours = partial(_ours, activation=activation, impl="triton")
+    work = Work(IN_FP32.flops, IN_FP32.input_bytes + IN_FP32.weight_bytes + 2 * IN_FP32.output_bytes)
+    found = row(settings, IN_FP32, FORWARD, ours, "cuBLAS x @ w.T in IEEE fp32", plain_gemm, None, work=work)
+    return replace(found, bf16=False)
 
 
 def _host_row(settings: Settings, problem: Problem) -> Measurement:
@@ -147,8 +166,8 @@ def _ours(operands: Operands, activation: str, impl: str) -> tuple[torch.Tensor,
     return linear_act(operands.x, operands.weights, operands.biases, activation=activation, impl=impl)
 
 
-def _has_fused(projection: Projection) -> bool:
-    return projection.activation in FUSED and projection.bias and len(projection.widths) == 1
+def _has_fused(found: Projection) -> bool:
+    return found.activation in FUSED and found.bias and len(found.widths) == 1
 
 
 @torch.no_grad()

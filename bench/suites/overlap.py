@@ -28,7 +28,7 @@ from ...kernels.runtime.dtypes import NAMES
 from ...kernels.runtime.signals import Gathered, in_one_process, own_rows, rows_of
 from ...parallel.overlap import link_model
 from ..harness import virtual_ranks
-from ..harness.benchmark import Benchmark, Measurement, Settings, Work
+from ..harness.benchmark import Benchmark, Measurement, Settings, Work, gates
 from ..harness.gate import check_outputs
 from ..harness.projection import SOURCES, projection
 from ..harness.timing import Call, Timing, compare, input_sets
@@ -124,7 +124,8 @@ def plan(settings: Settings) -> list[Measurement]:
     rows, projections = [], []
     for each in problems(settings):
         if each.gathers:
-            rows.append(_row(each, SET, PLAIN, FLAGS_SET, partial(_flags_set, settings, each), each.work(1)))
+            flagged = _row(each, SET, PLAIN, FLAGS_SET, partial(_flags_set, settings, each), each.work(1))
+            rows.append(replace(flagged, own_gate=True))
         target, work = None if each.spec is REDUCE else OVERLAPPED, each.work(each.sizes[-1])
         rows.append(_row(each, TIME, SLOWER, target, partial(_overlapped, settings, each), work))
         rows.append(_row(each, EXPOSED, IN_TURN, None, partial(_exposed, settings, each)))
@@ -134,32 +135,36 @@ def plan(settings: Settings) -> list[Measurement]:
 
 
 def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:
-    """Check the ranks' results after several exchanges, and the product with all flags set."""
+    """Check the ranks' results after several exchanges; for its own row the product with all flags set, alone."""
     for problem in problems(settings):
-        if problem.name in names:
+        for gate in gates(problem.name, SET):
+            if gate not in names:
+                continue
+            flagged = gate != problem.name
             drawn = problem.draw(settings.device, 0)
-            with _ranks(settings, problem) as ranks:
-                body = _ours(problem, ranks, drawn)
-                ranks.alone(body)
-                ys = ranks.settled(body)
-            found = {"y": torch.cat(ys) if problem.spec is SCATTER else torch.stack(ys)}
-            if problem.gathers:
-                found[FLAGGED] = _waiting(problem, drawn)()
             for verdict in check_outputs(
-                found,
-                low=partial(_reference, problem, drawn),
-                oracle=partial(_reference, problem, to_double(drawn, settings.device)),
+                {FLAGGED: _waiting(problem, drawn)()} if flagged else _exchanged(settings, problem, drawn),
+                low=partial(_reference, problem, drawn, flagged),
+                oracle=partial(_reference, problem, to_double(drawn, settings.device), flagged),
                 rule=partial(problem.spec.judge, problem.case),
             ):
-                yield problem.name, verdict
+                yield gate, verdict
 
 
-def _reference(problem: Problem, drawn: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _exchanged(settings: Settings, problem: Problem, drawn: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with _ranks(settings, problem) as ranks:
+        body = _ours(problem, ranks, drawn)
+        ranks.alone(body)
+        ys = ranks.settled(body)
+    return {"y": torch.cat(ys) if problem.spec is SCATTER else torch.stack(ys)}
+
+
+def _reference(problem: Problem, drawn: dict[str, Any], flagged: bool = False) -> dict[str, torch.Tensor]:
     T, _, N, R = problem.sizes
     if not problem.gathers:
         return problem.spec.run(drawn, problem.case, "reference")
     (y,) = reference.linear_act(drawn["x"], drawn["weights"], drawn["biases"], problem.activation)
-    return {"y": y.expand(R, T, N), FLAGGED: y}
+    return {FLAGGED: y} if flagged else {"y": y.expand(R, T, N)}
 
 
 def warm(settings: Settings, name: str) -> None:

@@ -54,9 +54,16 @@ def kernels_in(cache: Path) -> set[str]:
 
 
 def pack(
-    cache: Path, archive: Path, notes: Mapping[str, Any] | None = None, *, compression: int = zipfile.ZIP_DEFLATED
+    cache: Path,
+    archive: Path,
+    notes: Mapping[str, Any] | None = None,
+    *,
+    compression: int = zipfile.ZIP_DEFLATED,
+    limit: int | None = None,
 ) -> int:
     """Add to ``archive`` what it lacks of ``cache``; ``notes`` go beside its earlier ones. Returns the bytes of it.
+
+    Where it would become larger than ``limit`` bytes, it stays as it is.
 
     An archive that another Triton compiled, or the same of another Python, is begun anew; the latter's notes stay.
     """
@@ -79,8 +86,17 @@ def pack(
             if name not in held:
                 file.write(path, name)
         file.comment = json.dumps(manifest).encode()
-    partial.replace(archive)
-    return archive.stat().st_size
+    if limit is not None and partial.stat().st_size > limit:
+        partial.unlink()
+    else:
+        partial.replace(archive)
+    return archive.stat().st_size if archive.is_file() else 0
+
+
+def notes_of(archive: Path) -> Mapping[str, Any]:
+    """What was noted when ``archive`` was packed."""
+    notes: Mapping[str, Any] = _manifest(archive)["notes"]
+    return notes
 
 
 def unpack(archive: Path, cache: Path) -> Carried:

@@ -19,7 +19,7 @@ from . import carried, registry
 
 TARGET = "sm_90"  # what a GPU run is for
 
-counts: Counter[str] = Counter()  # of kernels: "compiled", "found" in the cache, "left" to another process
+counts: Counter[str] = Counter()  # of kernels: "compiled", "found" in the cache, "left" to another process; "bytes"
 
 
 class _Driver:
@@ -50,11 +50,11 @@ class Claimed(Exception):
     """Another process is compiling the kernel."""
 
 
-def install(arch: str, on_error: Callable[[str, Exception], None]) -> None:
+def install(arch: str, on_error: Callable[[str, Exception], None], *, compiling: bool = True) -> None:
     """Have this process's CPU tensors stand for tensors on ``arch`` from now on; there is no way back.
 
     Processes that share a cache compile each kernel once: one that another has begun is left to it. ``on_error`` is
-    told what did not compile.
+    told what did not compile. Without ``compiling`` launches end in Triton's binder.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -71,15 +71,20 @@ def install(arch: str, on_error: Callable[[str, Exception], None]) -> None:
         kernels = self.device_caches[index][0]
         if key not in kernels:
             kernels[key] = _Nothing()
+            if not compiling:
+                return kernels[key]
             try:
-                triton.compile(ASTSource(self, signature, constants, attrs), target=target, options=options.__dict__)
+                source = ASTSource(self, signature, constants, attrs)
+                binary = triton.compile(source, target=target, options=options.__dict__).asm["cubin"]
+                counts["bytes"] += len(binary)
             except Claimed:
                 counts["left"] += 1
             except Exception as error:
                 on_error(self.__name__, error)
         return kernels[key]
 
-    _share_the_cache()
+    if compiling:
+        _share_the_cache()
     driver.set_active(_Driver(target))
     JITFunction._do_compile = compile_here
     device.architecture = lambda device: arch

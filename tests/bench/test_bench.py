@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from wire import omit
 
-from shardfuse.bench.gpu import watchdog
+from shardfuse.bench import gpu
 from shardfuse.bench.harness import gate, one, runner
 from shardfuse.bench.harness.benchmark import Benchmark, Measurement, Settings
 from shardfuse.bench.harness.report import CONTRACT, NOISE_LIMIT, Row
@@ -275,7 +275,8 @@ def test_case_without_a_check_is_refused():
 
 
 def _streamed(rows: Sequence[Sequence[str]], capsys: Any) -> tuple[int, list[dict[str, Any]]]:
-    code = runner._stream(rows, Settings(CPU))
+    work = {"rows": rows, "ceilings": {"flops": 1e12, "bandwidth": 1e11}}
+    code = runner._stream(work, Settings(CPU))
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -314,6 +315,23 @@ def test_rows_that_raise_cost_a_stream_no_other_benchmark(install, monkeypatch, 
     assert failed == [(f"case {i}", "ZeroDivisionError: division by zero") for i in range(2)]
     assert [e["bench"] for e in events if e["event"] == "row"] == ["mlp", "mlp"]
     assert events[-1] == {"event": "end"}
+
+
+def test_a_check_that_raises_costs_a_stream_its_gates_rows_once(install, capsys):
+    """And no other case's."""
+    rows = [Measurement(case, metric, "rival", None, lambda: (Timing(1.0),) * 2) for case in "ab" for metric in "xy"]
+
+    def check(settings: Settings, names: list[str]):
+        calls.append(names)
+        return iter([(names[0], Verdict("y", 0.0, 1 / (names[0] == "b")))])
+
+    calls: list[list[str]] = []
+    install(_fake(plan=lambda settings: rows, check=check))
+    code, events = _streamed([("mlp", *row.key) for row in rows], capsys)
+    assert code == 0
+    assert [e["key"][:2] for e in events if e["event"] == "failed"] == [["a", "x"], ["a", "y"]]
+    assert [(e["case"], e["metric"]) for e in events if e["event"] == "row"] == [("b", "x"), ("b", "y")]
+    assert calls == [["a"], ["b"]]
 
 
 def _tiny_spec(factor: float) -> registry.OpSpec:
@@ -469,7 +487,7 @@ def test_one_names_what_there_is(capsys, arguments):
 
 @pytest.mark.parametrize("script", ["ncu.sh", "sanitize.sh"])
 def test_profiler_scripts_say_how_they_are_used(script):
-    path = Path(watchdog.__file__).with_name(script)
+    path = Path(gpu.__file__).with_name(script)
     if not path.exists():
         pytest.skip("an installed wheel has no shell scripts")
     done = subprocess.run(["bash", str(path)], capture_output=True, text=True, timeout=30)

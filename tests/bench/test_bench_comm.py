@@ -130,7 +130,7 @@ def test_results_are_missing(tmp_path: Path):
 @interpret
 @pytest.mark.parametrize("module", MODULES, ids=NAMES)
 def test_gate_is_green(module: Any):
-    names = [each.name for each in module.problems(DRY)]
+    names = list(dict.fromkeys(row.gate for row in module.plan(DRY)))
     verdicts = list(module.check(DRY, names))
     assert {case for case, _ in verdicts} == set(names)
     assert all(verdict.ok for _, verdict in verdicts), [str(verdict) for _, verdict in verdicts]
@@ -170,8 +170,18 @@ def test_wrong_op_turns_its_benchmark_red(module: Any, name: str, monkeypatch: p
 def test_product_that_waits_for_flags_is_checked_too(monkeypatch: pytest.MonkeyPatch):
     problem = overlap.problems(DRY)[0]
     monkeypatch.setattr(overlap, "_waiting", lambda *given: _off(overlap._forward(*given)))
-    red = [verdict.name for _, verdict in overlap.check(DRY, [problem.name]) if not verdict.ok]
-    assert red == [overlap.FLAGGED]
+    [row] = [row for row in overlap.plan(DRY) if row.metric == overlap.SET]
+    assert row.gate != problem.name
+    red = [(gate, verdict.name) for gate, verdict in overlap.check(DRY, [problem.name, row.gate]) if not verdict.ok]
+    assert red == [(row.gate, overlap.FLAGGED)]
+
+
+@interpret
+def test_the_row_with_every_flag_set_is_checked_without_a_kernel_that_waits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(overlap, "_ranks", lambda *given: pytest.fail("ranks wait for each other"))
+    [row] = [row for row in overlap.plan(DRY) if row.metric == overlap.SET]
+    [(gate, verdict)] = overlap.check(DRY, [row.gate])
+    assert (gate, verdict.name, verdict.ok) == (row.gate, overlap.FLAGGED, True)
 
 
 @interpret

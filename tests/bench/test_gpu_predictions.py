@@ -59,26 +59,35 @@ def test_launches_that_are_not_recorded_are_an_error(tmp_path, monkeypatch: pyte
         predictions.by_memory("norm", KEY, BOTH, (0.8, 1.0), "a pass")
 
 
+def test_a_wheel_predicts_what_rests_on_no_counts(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """It has no record of them."""
+    whole = predictions.predictions()
+    monkeypatch.setattr(memory_limit, "RECORD", tmp_path / "none.json")
+    fewer = predictions.predictions()
+    assert 0 < len(fewer) < len(whole)
+    assert set(fewer) < set(whole)
+
+
 def test_the_record_is_that_of_the_counts():
     """Rows against a copy follow from it."""
     version = memory_limit.RECORD.stem.removeprefix("counts-triton-")
     assert counts_report.path(version) == memory_limit.RECORD
     assert counts_report.read(version)
     assert set(memory_limit._LEVELS) <= set(counts_report.COLUMNS)
-    copies = [each for each in predictions.PREDICTIONS if each.key[2] == COPY]
+    copies = [each for each in predictions.predictions() if each.key[2] == COPY]
     assert {each.bench for each in copies} == {"norm", "rope", "cache_write", "paged_decode"}
     assert all(each.why.startswith("moves ") for each in copies)
 
 
 def test_predictions_are_about_rows_of_the_short_plans():
-    for each in predictions.PREDICTIONS:
+    for each in predictions.predictions():
         planned = runner.find(each.bench).plan(Settings(torch.device("cuda"), short=True))
         assert each.key in [row.key for row in planned], each.key
         assert 0 < each.low < each.high
 
 
 def test_predictions_stand_beside_what_was_found():
-    first = predictions.PREDICTIONS[0]
+    first = predictions.predictions()[0]
     rows = [Row(*first.key[:2], 1.0, 0.95, first.key[2], ratio, None, None) for ratio in (first.low, first.high + 1)]
     for row, verdict in zip(rows, ("as expected", "above")):
         shown = predictions.table(predictions.compared(first.bench, [row]))
@@ -90,7 +99,7 @@ def test_the_document_lists_the_predictions():
     """SHARDFUSE_WRITE_DOCS=1 writes the table."""
     lines = [
         f"| {each.bench} | {', '.join(each.key[:2])} | {each.key[2]} | {each.low:.2f} to {each.high:.2f} | {each.why} |"
-        for each in predictions.PREDICTIONS
+        for each in predictions.predictions()
     ]
     document = Path(__file__).parents[2] / "docs" / "gpu.md"
     before, _, rest = document.read_text().partition("<!-- predictions -->\n")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfuse.bench.gpu import gpu_run
+from shardfuse.bench.gpu import summary
 from shardfuse.bench.harness import provenance, stale
 from shardfuse.bench.harness.benchmark import Benchmark
 from shardfuse.kernels.dev import registry
@@ -176,11 +176,18 @@ def test_wrong_source_name_is_an_error():
         )
 
 
-@pytest.mark.parametrize("name", ["results.json", "mlp.json"], ids=["a run's directory", "one record"])
-def test_finished_results_are_filed(tmp_path, capsys, name):
+def test_fewer_rows_of_the_same_sources_replace_no_result(tmp_path):
+    path = stale.accept(_record(BOTH[0], rows=[{}, {}]), tmp_path)
+    before = path.read_text()
+    with pytest.raises(ValueError, match="holds more rows of the same sources"):
+        stale.accept(_record(BOTH[0]), tmp_path)
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["a run's results", "one record"])
+def test_finished_results_are_filed(tmp_path, capsys, whole):
     record = _record(BOTH[0], missing=[["t64", "forward, us", "eager"]])
-    whole = name == "results.json"
-    (tmp_path / name).write_text(json.dumps({"mlp": record} if whole else record))
-    assert gpu_run.accept(tmp_path if whole else tmp_path / name, tmp_path / "filed") == 0
+    (tmp_path / "results.json").write_text(json.dumps({"mlp": record} if whole else record))
+    assert summary.accept(tmp_path / "results.json", tmp_path / "filed") == 0
     assert json.loads((tmp_path / "filed" / FOLDER / "mlp.json").read_text()) == record
     assert "planned rows missing: 1" in capsys.readouterr().out

@@ -265,8 +265,8 @@ def test_what_took_the_process_down_is_not_tried_again(shipped, tmp_path):
     calls = {call.bucket: call for call in _calls()}
     key = "nn-t64-n40-k72-fp32"
     candidate = calls[key].candidates(device.INTERPRETER)[1]
-    journal = Journal(out.with_name(out.name + ".events.jsonl"), dry=True)
-    named = {"bucket": key, "config": tune.str_of(candidate), "source_hash": tuning.source_hash(SOURCES)}
+    journal = Journal(out.with_name(out.name + ".events.jsonl"))
+    named = {"bucket": key, "config": tune.str_of(candidate), "source_hash": tuning.source_hash(SOURCES), "dry": True}
     journal.add("trying", **named)
     journal.close()
     assert tune.tune(_options(out)) == 0
@@ -342,7 +342,7 @@ def test_what_the_compiler_refuses_is_not_timed(shipped, tmp_path, monkeypatch, 
     run = tune.Run(_options(out), tune.console(stderr=True))
     run.options = dataclasses.replace(run.options, dry=False)
     run.journal.close()
-    run.journal = Journal(tmp_path / "tuned.json.events.jsonl", dry=False)
+    run.journal = Journal(tmp_path / "tuned.json.events.jsonl")
     asked: list[tuple[str, GemmConfig]] = []
 
     def invented(pairs: Any, arch: str, jobs: int | None) -> Any:

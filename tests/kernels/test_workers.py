@@ -31,9 +31,10 @@ workers.serve(answer)
 """
 
 
-def _ask(*requests: str, jobs: int = 1):
+def _ask(*requests: str, jobs: int = 1, limits: workers.Limits | None = None):
     env = {**os.environ, "SECRET": "passed on"}
-    return workers.ask_all([{"do": what} for what in requests], [sys.executable, "-c", _PROGRAM], env, jobs)
+    command = [sys.executable, "-c", _PROGRAM]
+    return workers.ask_all([{"do": what} for what in requests], command, env, jobs, limits=limits)
 
 
 def test_every_request_is_answered():
@@ -44,6 +45,23 @@ def test_every_request_is_answered():
     assert answers[3]["error"].startswith("the process at work on it ended with exit code 3")
     assert answers[4]["did"] == "c"
     assert answers[4]["pid"] != answers[0]["pid"]  # the dead one was replaced
+
+
+def test_what_takes_too_long_is_killed_and_costs_no_other():
+    """A process that starts has longer."""
+    answers = dict(_ask("a", "wait", "b", limits=workers.Limits(1.0, 120.0, time.monotonic() + 600)))
+    assert answers[1]["error"].startswith("the process at work on it was killed after 1 s")
+    assert answers[1]["late"]
+    assert (answers[0]["did"], answers[2]["did"]) == ("a", "b")
+
+
+def test_no_process_lives_longer_than_the_call():
+    """Neither one that answers nor one that starts."""
+    begun = time.monotonic()
+    for start_s in (120.0, 0.0):
+        [(_, answer)] = _ask("wait", limits=workers.Limits(120.0, start_s, begun + 8.0))
+        assert "was killed after" in answer["error"]
+    assert time.monotonic() - begun < 60
 
 
 def test_no_requests():

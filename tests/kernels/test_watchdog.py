@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from shardfuse.bench.gpu.watchdog import watch
+from shardfuse.kernels.dev.watchdog import watch
 
 FOREVER = 3600.0
 
