@@ -34,14 +34,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..runtime import cost, dispatch, fences
 from ..runtime.chips import CHIPS
-from . import machine_code, pipelines, registry, workers
+from . import listings, machine_code, pipelines, registry, runs, workers
 from .registry import Build
 
 # The public row of a report, in this order: what names it, what was read off the machine code, what is predicted.
 _NAMES = ("op", "config", "target")
 _MEASURED = (
     *("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy"),
-    *("copies_pending", "wgmma_pending", "overwrites", "unfenced"),
+    *("copies_pending", "wgmma_pending", "overwrites", "unfenced", "loops", "narrow"),
 )
 _PREDICTED = ("gemm", "flops", "bytes", "waves", "predicted_us", "peak_share", "bound")
 FIELDS = (*_NAMES, *_MEASURED, "exempt", "unpipelined", *_PREDICTED)
@@ -67,6 +67,9 @@ class Report:
     wgmma_pending: int | None = None
     overwrites: int = 0  # as in pipelines.py
     unfenced: int = 0  # as in runtime/fences.py
+    accesses: dict[str, int] = dataclasses.field(default_factory=dict)  # to device memory: "load 128" -> instructions
+    loops: list[str] = dataclasses.field(default_factory=list)  # what each holds, as machine_code.described says it
+    narrow: list[Any] = dataclasses.field(default_factory=list)  # accesses that could be wider: runs.Narrow
     exempt: str | None = None
     num_warps: int = 0
     blocks_per_sm: int = 0
@@ -107,22 +110,29 @@ def problems(report: Report) -> list[str]:
         )
     elif report.blocks_per_sm == 0:
         found.append(f"no block fits on {chip.name}: {report.registers} registers per thread are too many")
-    found += _pipeline_problems(report) + _race_problems(report)
+    found += _pipeline_problems(report) + _race_problems(report) + _access_problems(report)
     if report.target == "sm_90":
         found += _tensor_unit_problems(report)
     return found
 
 
 def _pipeline_problems(report: Report) -> list[str]:
-    """Loops that wait for all that they have under way, unless the build says why; and excuses that nothing needs."""
-    waits = []
+    """Loops that wait for all that they have under way; of products a build may say why; excuses that nothing needs."""
+    found = []
     if report.wants_copies and not report.copies_pending:
-        waits.append("does not pipeline: a loop waits for every copy that it has under way")
-    if report.gemm is not None and report.exempt is None and report.wgmma_pending == 0:
-        waits.append("does not pipeline: its loop waits for every warp-group product that it has under way")
-    if report.unpipelined is None:
-        return waits
-    return [] if waits else [f"is excused from pipelining ({report.unpipelined}) but pipelines"]
+        found.append("does not pipeline: a loop waits for every copy that it has under way")
+    serial = report.exempt is None and report.wgmma_pending == 0
+    if serial and report.unpipelined is None:
+        found.append("does not pipeline: its loop waits for every warp-group product that it has under way")
+    if report.unpipelined is not None and not serial:
+        found.append(f"is excused from pipelining ({report.unpipelined}) but pipelines")
+    return found
+
+
+def _access_problems(report: Report) -> list[str]:
+    """Accesses to device memory that could be wider, unless ``runs.EXCUSES`` says why."""
+    found = [runs.Narrow(*each) for each in report.narrow]
+    return [f"narrow accesses: {each}" for each in found if runs.excuse(report.target, each) is None]
 
 
 def _race_problems(report: Report) -> list[str]:
@@ -170,6 +180,8 @@ def compile_build(build: Build) -> Report:
     )
     code = _read_cached(compiled.asm)
     chip = CHIPS[build.target]
+    threads = compiled.metadata.num_warps * registry.TARGETS[build.target][2]
+    owned = runs.runs(compiled.asm["ttir"], build.args, threads, build.runs)
     # Warp specialisation adds warps: what counts is what the compiled kernel launches with.
     use = (code.registers, compiled.metadata.shared, compiled.metadata.num_warps)
     return Report(
@@ -187,6 +199,11 @@ def compile_build(build: Build) -> Report:
         wgmma_pending=code.wgmma_pending,
         overwrites=pipelines.overwrites(compiled.asm["ttgir"]),
         unfenced=fences.unfenced(compiled.asm.get("ptx", "")),
+        accesses=code.accesses,
+        loops=[
+            machine_code.described(region, runs.outputs(region.stores, owned)) for region in code.regions if region.busy
+        ],
+        narrow=runs.narrow(build.fn.__name__, code.places, owned),
         exempt=build.exempt,
         num_warps=compiled.metadata.num_warps,
         blocks_per_sm=chip.blocks_per_sm(*use),
@@ -233,13 +250,13 @@ def _read_cached(asm: Mapping[str, Any]) -> machine_code.MachineCode:
 
     listing = "cubin" if "cubin" in asm else "amdgcn"
     binary: bytes = asm[listing].encode() if listing == "amdgcn" else asm[listing]
-    reader = Path(machine_code.__file__).read_bytes()
+    reader = b"".join(Path(str(module.__file__)).read_bytes() for module in (machine_code, listings))
     cache = get_cache_manager(hashlib.sha256(reader + binary).hexdigest())
     kept = cache.get_file("machine_code.json")
     if kept is not None:
-        return machine_code.MachineCode(**loads(Path(kept).read_text()))
+        return machine_code.MachineCode.of(loads(Path(kept).read_text()))
     if listing == "cubin":
-        code = machine_code.read_cubin(binary, knobs.nvidia.cuobjdump.path)
+        code = machine_code.read_cubin(binary, knobs.nvidia.cuobjdump.path, knobs.nvidia.nvdisasm.path)
     else:
         code = machine_code.read_amdgcn(asm[listing])
     cache.put(dumps(dataclasses.asdict(code)), "machine_code.json", binary=False)

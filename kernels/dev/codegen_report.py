@@ -22,15 +22,18 @@ from typing import Any
 
 from rich.console import Console
 
-from . import codegen, registry
+from . import codegen, registry, runs
 from .registry import Build
 
 FOLDER = Path(__file__).resolve().parent / "compiled"
 _COLUMNS = (
     *("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy"),
-    *("copies_pending", "wgmma_pending", "overwrites", "unfenced", "exempt", "unpipelined"),
+    *("copies_pending", "wgmma_pending", "overwrites", "unfenced", "loops", "narrow"),
+    *("exempt", "unpipelined"),
 )
 _EXCUSES = slice(-2, None)
+_NARROW = 1 + _COLUMNS.index("narrow")
+_LOOPS = 1 + _COLUMNS.index("loops")  # in a row, which begins with the hash
 
 
 def builds() -> Iterator[Build]:
@@ -64,7 +67,7 @@ def write(jobs: int | None = None, *, everything: Collection[str] = ()) -> int:
 
     wanted = {" ".join(_key(build)): build for build in builds()}
     hashes = {name: source_hash(build) for name, build in wanted.items()}
-    known = _recorded(triton.__version__)
+    known = read(triton.__version__)
     # An excuse that is another by now may not be needed, or not suffice.
     excuses = {name: [getattr(build, column) for column in _COLUMNS[_EXCUSES]] for name, build in wanted.items()}
     rows = {
@@ -85,21 +88,56 @@ def write(jobs: int | None = None, *, everything: Collection[str] = ()) -> int:
         if not problems:
             row = report.row()
             rows[name] = [hashes[name], *(row[column] for column in _COLUMNS)]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path(triton.__version__).write_text(_as_text(triton.__version__, rows))
+    faults += unneeded()
     done = f"{len(wanted)} builds, {len(reports)} of them compiled under Triton {triton.__version__}"
     print("\n".join([*faults, f"{done}, {len(faults)} problems"]))
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items()))
-    head = json.dumps({"triton": triton.__version__, "columns": ["source_hash", *_COLUMNS]})[:-1]
-    path(triton.__version__).write_text(f'{head}, "builds": {{\n{lines}\n}}}}\n')
     return 1 if faults else 0
 
 
-def _recorded(version: str) -> dict[str, list[Any]]:
-    """The rows of a record that has today's columns."""
+def _as_text(version: str, rows: dict[str, list[Any]]) -> str:
+    """One line for each build; what loops hold is said once, and rows have its numbers."""
+    said = sorted({loop for row in rows.values() for loop in row[_LOOPS]})
+    numbers = {loop: number for number, loop in enumerate(said)}
+    numbered = {
+        name: [[numbers[loop] for loop in value] if at == _LOOPS else value for at, value in enumerate(row)]
+        for name, row in sorted(rows.items())
+    }
+    head = json.dumps({"triton": version, "columns": ["source_hash", *_COLUMNS]})[:-1]
+    loops = ",\n".join(f"  {json.dumps(loop)}" for loop in said)
+    builds = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in numbered.items())
+    return f'{head}, "loops": [\n{loops}\n], "builds": {{\n{builds}\n}}}}\n'
+
+
+def read(version: str) -> dict[str, list[Any]]:
+    """The record: "op target config" -> the hash of its source and the columns; empty if they are not today's."""
     file = path(version)
     record = json.loads(file.read_text()) if file.is_file() else {"columns": []}
-    rows: dict[str, list[Any]] = record["builds"] if record["columns"][1:] == list(_COLUMNS) else {}
+    if record["columns"][1:] != list(_COLUMNS):
+        return {}
+    rows: dict[str, list[Any]] = record["builds"]
+    for row in rows.values():
+        row[_LOOPS] = [record["loops"][number] for number in row[_LOOPS]]
     return rows
+
+
+def unneeded() -> list[str]:
+    """Excuses for narrow accesses that no build of any version's record needs, one line each.
+
+    Nothing as long as a record has other columns than today's.
+    """
+    versions = [file.stem.removeprefix("triton-") for file in FOLDER.glob("triton-*.json")]
+    records = [read(version) for version in versions]
+    if not all(records):
+        return []
+    narrow = [(name, runs.Narrow(*each)) for rows in records for name, row in rows.items() for each in row[_NARROW]]
+    needed = {runs.excuse(name.split(" ")[1], each) for name, each in narrow}
+    return [
+        f"{each.kernel} is excused from wide accesses to {each.arguments} on {each.target} ({each.reason}) but has them"
+        for each in runs.EXCUSES
+        if each not in needed
+    ]
 
 
 def stale(version: str) -> list[str]:
@@ -114,7 +152,7 @@ def stale(version: str) -> list[str]:
     lines += [f"{name} was compiled from other sources" for name, h in now.items() if recorded.get(name, [h])[0] != h]
     if record["columns"][1:] != list(_COLUMNS):
         lines.insert(0, f"its columns are {', '.join(record['columns'][1:])}: {', '.join(_COLUMNS)} are recorded now")
-    return lines + [f"{name} is no build any more" for name in recorded if name not in now]
+    return lines + [f"{name} is no build any more" for name in recorded if name not in now] + unneeded()
 
 
 def _key(build: Build) -> tuple[str, str, str]:

@@ -171,6 +171,11 @@ def path(version: str) -> Path:
     return codegen_report.FOLDER / f"counts-triton-{version}.json"
 
 
+def versions() -> list[str]:
+    """The versions of Triton that there are records of."""
+    return [file.stem.removeprefix("counts-triton-") for file in codegen_report.FOLDER.glob("counts-triton-*.json")]
+
+
 def problems(launches: Sequence[Launch]) -> list[str]:
     """Launches that miss a gate without an excuse, and excuses that nothing needs; one line each."""
     found, needed = [], set[Excuse]()

@@ -18,7 +18,7 @@ from rich.text import Text
 from ..runtime import dispatch
 from ..runtime.chips import CHIPS
 from ..runtime.printing import Sheet, console, figure, prose, unbroken
-from . import codegen, registry
+from . import codegen, counts_report, registry, runs
 from .codegen import Report, problems
 from .registry import Build
 
@@ -32,6 +32,7 @@ _BUDGETS = {
     "shared memory": "shared memory",
     "registers": "registers",
     "pipeline": "pipelining",
+    "narrow": "narrow accesses",
     "wgmma": "wgmma",
     "TMA": "TMA",
 }
@@ -125,6 +126,9 @@ def summary(reports: Sequence[Report]) -> Table:
         ("verdict", _verdict(reports)),
         *_extremes(compiled, called),
         ("matrix units", _matrix_units(compiled)),
+        ("accesses", _accesses(compiled)),
+        ("busiest loop", _loop(compiled, called)),
+        ("emulated", _emulated(reports)),
         ("prediction", _prediction(compiled, called)),
     ):
         table.add_row(Text(heading, "bold"), Text(said))
@@ -145,11 +149,11 @@ def _extremes(compiled: Sequence[Report], called: Callable[[Report], str]) -> It
     """The kernels that come closest to the limits of their chip, or exceed them."""
     if not compiled:
         return
-    spills = max(compiled, key=lambda report: report.spills)
-    yield "spills", f"{spills.spills} at most: {called(spills)}" if spills.spills else "none"
     registers = max(compiled, key=lambda report: report.registers)
     limit = CHIPS[registers.target].registers_per_thread
-    yield "registers", f"{registers.registers} of {limit} per thread at most: {called(registers)}"
+    spills = max(compiled, key=lambda report: report.spills)
+    spilled = f"{spills.spills} spills at most: {called(spills)}" if spills.spills else "no spills"
+    yield "registers", f"{registers.registers} of {limit} per thread at most: {called(registers)}; {spilled}"
     shared = max(compiled, key=lambda report: report.shared_bytes / CHIPS[report.target].shared_per_block)
     room = CHIPS[shared.target].shared_per_block
     yield "shared memory", f"{_kib(shared.shared_bytes)} of {_kib(room)} KiB per block at most: {called(shared)}"
@@ -166,6 +170,57 @@ def _matrix_units(compiled: Iterable[Report]) -> str:
         return "no kernel here has to use wgmma or TMA"
     exempt = sum(report.exempt is not None for report in hopper)
     return f"{', '.join(said)} that multiply matrices on sm_90; {exempt} exempt"
+
+
+def _accesses(compiled: Iterable[Report]) -> str:
+    """Instructions that access device memory by their widths, and how many could be wider."""
+    found, narrow = Counter[str](), list[tuple[str, runs.Narrow]]()
+    for report in compiled:
+        found.update(report.accesses)
+        narrow += [(report.target, runs.Narrow(*each)) for each in report.narrow]
+    if not found:
+        return "none but by TMA"
+    kinds = dict.fromkeys(name.split(" ")[0] for name in sorted(found))
+    widths = (
+        sorted((int(name.split(" ")[1]) for name in found if name.startswith(f"{kind} ")), reverse=True)
+        for kind in kinds
+    )
+    said = [
+        f"{kind} " + ", ".join(f"{found[f'{kind} {bits}']}x{bits}" for bits in each)
+        for kind, each in zip(kinds, widths)
+    ]
+    reasons = {str(why.reason if (why := runs.excuse(*each)) else "not excused") for each in narrow}
+    times = sum(each.times for _, each in narrow)
+    return (
+        f"{'; '.join(said)} bits; {f'{times} could be wider: ' if times else 'none could be wider'}{', '.join(reasons)}"
+    )
+
+
+def _loop(compiled: Sequence[Report], called: Callable[[Report], str]) -> str:
+    """Of the kernel with the most registers, the loop that holds most, as ``machine_code.described`` says it."""
+    looping = [report for report in compiled if any(loop.startswith("loop") for loop in report.loops)]
+    if not looping:
+        return "no kernel has one"
+    report = max(looping, key=lambda report: report.registers)
+    return f"{max((loop for loop in report.loops if loop.startswith('loop')), key=len)}: {called(report)}"
+
+
+def _emulated(reports: Sequence[Report]) -> str:
+    """The committed counts of the emulator for these ops and targets, under the Triton that they were counted with."""
+    asked = {(report.target, report.op) for report in reports}
+    for version in (str(dispatch.triton_version()), *counts_report.versions()):
+        rows = [each for each in counts_report.launches(counts_report.read(version)) if each[:2] in asked]
+        if rows:
+            shares = (
+                f"{name} {_range([s for r in rows if (s := r.ratios[name]) is not None], '{:.0%}') or '-'}"
+                for name in ("loads", "stores")
+            )
+            waves = _range([w for r in rows if (w := r.ratios["conflicts"]) is not None], "{:.2f}")
+            more = f"; wavefronts in loops {waves} times those needed" if waves else ""
+            return (
+                f"sectors used by {', '.join(shares)}{more} ({len(rows)} launches, Triton {version}; --run shows one)"
+            )
+    return "not counted; --run counts"
 
 
 def _prediction(compiled: Iterable[Report], called: Callable[[Report], str]) -> str:
@@ -234,6 +289,11 @@ def kernels(reports: Sequence[Report]) -> Iterator[Sheet]:
             predicted = _predicted_cells(report) if modelled else []
             table.add(report.config, *_cells(report), *predicted, report.exempt or "")
         yield table
+        loops = Sheet(unbroken("configuration"), prose("what a thread does outside of loops, and in each of them"))
+        for report in chosen:
+            for at, loop in enumerate(report.loops):
+                loops.add("" if at else report.config, loop)
+        yield loops
 
 
 def _by_op_and_target(reports: Sequence[Report]) -> Iterator[tuple[tuple[str, str], list[Report]]]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from . import triton_ir
+from .triton_ir import Op
 
 _ASYNCHRONOUS = ("ttng.warp_group_dot ", "ttng.tc_gen5_mma")
 # Copies and stores into shared memory, and the first operand that can be their target.
@@ -25,13 +27,6 @@ _WRITES = {
 _ROUNDS = 12  # of an innermost loop: more than any pipeline has stages, so that every slot is used again
 _OUTER_ROUNDS = 3
 
-_LOCATION = re.compile(r" loc\(.*\)$")
-_NAME = r"%[\w.$#-]+"
-_NAMES = re.compile(_NAME)
-_RESULTS = re.compile(r"^(%[\w.$-]+)(?::(\d+))? = (.*)$")
-_FOR = re.compile(
-    rf"^scf\.for (?:unsigned )?({_NAME}) = ({_NAME}) to {_NAME} step ({_NAME})(?: iter_args\((.*?)\) ->)?"
-)
 _INTEGER = re.compile(r"^arith\.constant (-?\d+|true|false)\b")
 _PENDINGS = re.compile(r"pendings = (\d+)")
 
@@ -44,51 +39,13 @@ def overwrites(ttgir: str) -> int:
     """
     if not any(product in ttgir for product in _ASYNCHRONOUS):
         return 0
-    body = _parse(ttgir)
+    body = triton_ir.parse(ttgir)
     found: set[int] = set()
     for assumed in (True, False):
         walk = _Walk(assumed)
         walk.run(body)
         found |= walk.found
     return len(found)
-
-
-# --------------------------------------------------------------------------------------------------- text to blocks
-
-
-@dataclass
-class _Op:
-    line: int
-    results: str | None
-    count: int
-    text: str  # from the operation's name on
-    regions: list[list[_Op]] = field(default_factory=list)
-
-
-def _parse(text: str) -> list[_Op]:
-    """The operations of a module, nested as their regions are. Labels of blocks are passed over."""
-    top: list[_Op] = []
-    open_regions = [top]
-    for number, raw in enumerate(text.splitlines()):
-        line = _LOCATION.sub("", raw.strip()).rstrip()
-        if not line or line.startswith(("#", "^", "//")):
-            continue
-        if line.startswith("}"):
-            open_regions.pop()
-            if line.endswith("{"):  # "} else {", "} do {"
-                owner = open_regions[-1][-1]
-                owner.regions.append([])
-                open_regions.append(owner.regions[-1])
-            continue
-        found = _RESULTS.match(line)
-        op = _Op(number, found[1], int(found[2] or 1), found[3]) if found else _Op(number, None, 0, line)
-        open_regions[-1].append(op)
-        if line.endswith("{"):
-            op.regions.append([])
-            open_regions.append(op.regions[-1])
-    if len(open_regions) != 1:
-        raise ValueError("the regions of this TTGIR do not close: is it Triton's?")
-    return top
 
 
 # ----------------------------------------------------------------------------------------------------- running it
@@ -121,12 +78,12 @@ class _Walk:
         self._under_way: list[_Product] = []
         self._allocated = 0
 
-    def run(self, block: list[_Op]) -> list[Any]:
+    def run(self, block: list[Op]) -> list[Any]:
         """Run a region; what it yields."""
         yielded: list[Any] = []
         for op in block:
             if op.text.startswith(("scf.yield", "scf.condition")):
-                yielded = self._operands(op.text)
+                yielded = self._operands(op)
             elif op.text.startswith("scf.for"):
                 self._loop(op)
             elif op.regions:
@@ -135,22 +92,17 @@ class _Walk:
                 self._step(op)
         return yielded
 
-    def _operands(self, text: str) -> list[Any]:
-        """The values named before the types."""
-        return [self._values.get(name) for name in _NAMES.findall(text.partition(" : ")[0])]
+    def _operands(self, op: Op) -> list[Any]:
+        return [self._values.get(name) for name in op.operands]
 
-    def _set(self, op: _Op, values: list[Any]) -> None:
-        if op.results is None:
-            return
-        if op.count == 1:
-            self._values[op.results] = values[0] if values else None
-        for i in range(op.count):
-            self._values[f"{op.results}#{i}"] = values[i] if i < len(values) else None
+    def _set(self, op: Op, values: list[Any]) -> None:
+        for i, name in enumerate(op.result_names):
+            self._values[name] = values[i] if i < len(values) else None
 
-    def _loop(self, op: _Op) -> None:
-        header = _FOR.match(op.text)
+    def _loop(self, op: Op) -> None:
+        header = triton_ir.FOR.match(op.text)
         assert header, f"not a loop as Triton prints it: {op.text}"
-        pairs = [pair.split(" = ") for pair in (header[4] or "").split(", ") if pair]
+        pairs = op.carried()
         carried = [self._values.get(start) for _, start in pairs]
         at, step = self._values.get(header[2]), self._values.get(header[3])
         for _ in range(_OUTER_ROUNDS if _holds_loop(op) else _ROUNDS):
@@ -161,21 +113,21 @@ class _Walk:
             at = at + step if isinstance(at, int) and isinstance(step, int) else None
         self._set(op, carried)
 
-    def _region(self, op: _Op) -> None:
+    def _region(self, op: Op) -> None:
         """A branch, or something else with regions: each of them once."""
         if not op.text.startswith("scf.if"):
             for region in op.regions:
                 self.run(region)
             self._set(op, [])
             return
-        condition = self._operands(op.text)[0]
+        condition = self._operands(op)[0]
         taken = self._assumed if condition is None else bool(condition)
         if taken or len(op.regions) > 1:
             self._set(op, self.run(op.regions[0 if taken else 1]))
 
-    def _step(self, op: _Op) -> None:
+    def _step(self, op: Op) -> None:
         name = op.text.split(" ", 1)[0]
-        operands = self._operands(op.text)
+        operands = self._operands(op)
         if name == "ttg.local_alloc":
             self._allocated += 1
             slot = _Slot(self._allocated, None)
@@ -207,7 +159,7 @@ class _Walk:
         else:
             self._set(op, [_arithmetic(op.text, name, operands)])
 
-    def _write(self, slot: _Slot | None, op: _Op) -> None:
+    def _write(self, slot: _Slot | None, op: Op) -> None:
         if any(_overlap(slot, read) for product in self._under_way for read in product.reads):
             self.found.add(op.line)
 
@@ -222,7 +174,7 @@ class _Walk:
                 return
 
 
-def _holds_loop(op: _Op) -> bool:
+def _holds_loop(op: Op) -> bool:
     return any(inner.text.startswith("scf.for") or _holds_loop(inner) for region in op.regions for inner in region)
 
 

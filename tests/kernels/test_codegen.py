@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardfuse.kernels.dev import codegen, codegen_report, inspection, registry
+from shardfuse.kernels.dev import codegen, codegen_report, inspection, registry, runs
 from shardfuse.kernels.dev.codegen import Report, problems
 from shardfuse.kernels.runtime import dispatch, fences
 from shardfuse.kernels.runtime.chips import CHIPS
@@ -178,6 +178,7 @@ def test_only_what_changed_is_compiled(monkeypatch, tmp_path, capsys):
             for build in wanted
         ]  # fmt: skip
 
+    monkeypatch.setattr(runs, "EXCUSES", ())
     monkeypatch.setattr(codegen_report, "FOLDER", tmp_path)
     monkeypatch.setattr(codegen_report, "builds", lambda: iter(builds.values()))
     monkeypatch.setattr(codegen_report, "source_hash", lambda build: hashes[build.config])
@@ -201,12 +202,36 @@ def test_only_what_changed_is_compiled(monkeypatch, tmp_path, capsys):
 
 
 @needs_triton
+def test_an_excuse_that_no_record_needs_is_red(monkeypatch, tmp_path):
+    """What one version's record needs stays; loops survive the file, where each is said once."""
+    narrow = _EXCUSED._replace(bits=64)
+    for version, found in ("1.0", [list(narrow)]), ("2.0", []):
+        row = Report("linear_act", "c", "gfx942", loops=["outside: a", "loop 1: b", "loop 1: b"], narrow=found).row()
+        rows = {"linear_act gfx942 c": ["0" * 16, *(row[column] for column in codegen_report._COLUMNS)]}
+        (tmp_path / f"triton-{version}.json").write_text(codegen_report._as_text(version, rows))
+    monkeypatch.setattr(codegen_report, "FOLDER", tmp_path)
+    assert codegen_report.read("1.0")["linear_act gfx942 c"][codegen_report._LOOPS] == row["loops"]
+    needed, other = runs.EXCUSES[:2]
+    monkeypatch.setattr(runs, "EXCUSES", (needed,))
+    assert codegen_report.unneeded() == []
+    monkeypatch.setattr(runs, "EXCUSES", (needed, other))
+    [line] = codegen_report.unneeded()
+    assert line.startswith("_paged_attention_fwd_kernel is excused from wide accesses to out_ptr|part_ptr on gfx")
+    monkeypatch.setattr(codegen_report, "builds", lambda: iter(()))
+    assert line in codegen_report.stale("1.0")
+    (tmp_path / "triton-0.9.json").write_text('{"triton": "0.9", "columns": ["source_hash", "registers"]}')
+    assert codegen_report.unneeded() == []  # of other columns: nothing is known
+
+
+@needs_triton
 @pytest.mark.parametrize("target", registry.TARGETS)
 def test_paged_attention_has_to_pipeline(target):
-    """Every build that attends, on NVIDIA's chips; none of them is excused."""
+    """Every build that attends, on NVIDIA's chips; of products only those are excused that convert their cache."""
     builds = [build for build in registry.op("paged_attention").builds(target) if "q_ptr" in build.args]
     assert builds
-    assert {(build.wants_copies, build.unpipelined) for build in builds} == {(target.startswith("sm_"), None)}
+    assert {build.wants_copies for build in builds} == {target.startswith("sm_")}
+    excused = [build for build in builds if build.unpipelined is not None]
+    assert all(build.args["k_ptr"].dtype != build.args["q_ptr"].dtype for build in excused)
 
 
 @pytest.mark.codegen
@@ -258,15 +283,23 @@ def samples() -> dict[str, tuple[Report, list[str]]]:
     ("name", "expected"),
     [
         ("good", []),
-        ("spills", ["spills"]),
+        ("spills", ["spills", "every warp-group product"]),
         ("too-much-shared", ["shared memory"]),
         ("short-blocks", ["without wgmma"]),
         ("pointers", ["without TMA"]),
         ("exempt", []),
         ("old-chip", []),
-        ("spills-on-amd", ["spills"]),
+        ("spills-on-amd", ["spills", "could store 128 of c_ptr"]),  # the excuse is for shipped kernels
         ("prefill", []),
         ("prefill-waits", ["a loop waits for every copy"]),
+        ("prefill-excused", ["is excused from pipelining (no reason) but pipelines"]),
+        ("over-fp8", []),
+        ("over-fp8-unexcused", ["every warp-group product"]),
+        ("copy", []),
+        ("copy-narrow", ["of 16 bits at codegen_samples.py", "could store 128 of y_ptr"]),
+        ("copy-of-odd-rows", []),
+        ("copy-on-amd", []),
+        ("copy-narrow-on-amd", ["of 32 bits at codegen_samples.py", "could store 128 of y_ptr"]),
         ("gated", []),
         ("gated-unexcused", ["every warp-group product"]),
         ("row-sum", []),
@@ -274,7 +307,7 @@ def samples() -> dict[str, tuple[Report, list[str]]]:
     ],
 )
 def test_faulty_kernels_are_found_out(samples, name, expected):
-    if name.startswith("prefill") and not fences.fenced("sm_90"):
+    if name.startswith(("prefill", "over-fp8")) and not fences.fenced("sm_90"):
         pytest.skip("this Triton leaves out the fences that the sample needs")
     report, found = samples[name]
     assert len(found) == len(expected), found
@@ -324,9 +357,9 @@ def test_a_build_that_cannot_be_made_becomes_a_report(capsys):
     assert report.row() == {
         "op": "linear_act", "config": "nonesuch", "target": "sm_90", "registers": None, "spills": None,
         "shared_bytes": None, "instructions": None, "wgmma": None, "tma": None, "occupancy": None,
-        "copies_pending": None, "wgmma_pending": None, "overwrites": None, "unfenced": None, "exempt": None,
-        "unpipelined": None, "gemm": None, "flops": None, "bytes": None, "waves": None, "predicted_us": None,
-        "peak_share": None, "bound": None,
+        "copies_pending": None, "wgmma_pending": None, "overwrites": None, "unfenced": None, "loops": None,
+        "narrow": None, "exempt": None, "unpipelined": None, "gemm": None, "flops": None, "bytes": None,
+        "waves": None, "predicted_us": None, "peak_share": None, "bound": None,
     }  # fmt: skip
 
 
@@ -343,6 +376,8 @@ def test_inspect_ends_with_one_line_of_json(installed, capfd):
     assert f"{len(rows)} builds, no problems" in err
 
 
+_NARROW = runs.Narrow("_kernel", "x_ptr", "load", 16, 128, 4, "triton.py:29")
+_EXCUSED = runs.Narrow("_gemm_kernel", "target_ptrs.1", "store", 64, 128, 4, "tiles.py:63")
 _SPILLED = Report("linear_act", "fwd-128", "sm_90", registers=255, spills=46, shared_bytes=1024, blocks_per_sm=1)
 _BROKEN = Report("linear_act", "fwd-256", "sm_90", error="CompilationError: no")
 _MODELLED = Report(
@@ -385,7 +420,7 @@ def test_inspect_prints_a_table_and_fails_on_problems(compiled, monkeypatch, cap
 
 @needs_triton
 def test_inspect_begins_with_ten_lines(compiled, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "160")
     compiled(_SPILLED, _BROKEN, _MODELLED)
     assert inspection.inspect("linear_act", "sm_90") == 1
     out, err = capsys.readouterr()
@@ -396,8 +431,7 @@ def test_inspect_begins_with_ten_lines(compiled, monkeypatch, capsys):
     for line in (
         "kernels 3 of linear_act, for sm_90",
         "verdict 2 unfit to ship; what fails: spills (1), compilation (1)",
-        "spills 46 at most: fwd-128",
-        "registers 255 of 255 per thread at most: fwd-128",
+        "registers 255 of 255 per thread at most: fwd-128; 46 spills at most: fwd-128",
         "shared memory 227.0 of 227.0 KiB per block at most: fwd-64",
         "matrix units wgmma in 1 of 1 that multiply matrices on sm_90; 0 exempt",
         "prediction 50% of peak; slowest 3.2 us, nt 16x64x32, bound by memory: fwd-64 (modelled, not measured)",
@@ -419,12 +453,13 @@ def test_every_problem_belongs_to_a_budget():
         Report("linear_act", "e", "sm_90", blocks_per_sm=1, unpipelined="it waits"),
         dataclasses.replace(_MODELLED, wgmma_pending=0),
         dataclasses.replace(_MODELLED, unfenced=2, overwrites=1),
+        dataclasses.replace(_MODELLED, narrow=[_NARROW]),
     )  # fmt: skip
     said = inspection._verdict(faults)
-    assert said.startswith("9 unfit to ship; what fails: ")
+    assert said.startswith("10 unfit to ship; what fails: ")
     assert set(said.partition("fails: ")[2].split(", ")) == {
         *("pipelining (2)", "exemptions (2)", "spills (1)", "compilation (1)", "shared memory (1)", "registers (1)"),
-        *("wgmma (1)", "TMA (1)", "races (2)"),
+        *("wgmma (1)", "TMA (1)", "races (2)", "narrow accesses (1)"),
     }
 
 
@@ -493,14 +528,22 @@ def test_a_process_that_interprets_does_not_compile(monkeypatch):
         ({"wants_copies": True}, ["waits for every copy"]),
         ({"wants_copies": True, "copies_pending": 0, "target": "sm_80"}, ["waits for every copy"]),
         ({"wants_copies": True, "copies_pending": 4}, []),
-        ({"wants_copies": True, "copies_pending": 0, "unpipelined": "one stage fits"}, []),
-        ({"wants_copies": True, "copies_pending": 4, "unpipelined": "one stage fits"}, ["but pipelines"]),
+        ({"wants_copies": True, "copies_pending": 0, "unpipelined": "a reason"}, ["every copy", "but pipelines"]),
         ({"gemm": "nt 8x8x8", "wgmma_pending": 0}, ["every warp-group product"]),
         ({"gemm": "nt 8x8x8", "wgmma_pending": 1}, []),
         ({"gemm": "nt 8x8x8", "wgmma_pending": 0, "tma": False, "exempt": "rows of 66 bytes"}, []),
         ({"overwrites": 1}, ["races: 1 copies"]),
         ({"unfenced": 36, "overwrites": 3, "target": "sm_100"}, ["races: 3 copies", "races: 36 asynchronous"]),
-        ({"wgmma_pending": 0}, []),  # attention needs each product's result at once
+        ({"wgmma_pending": 0}, ["every warp-group product"]),
+        ({"wgmma_pending": 0, "unpipelined": "a reason"}, []),
+        ({"wgmma_pending": 1, "unpipelined": "a reason"}, ["but pipelines"]),
+        (
+            {"narrow": [_NARROW]},
+            ["narrow accesses: 4 of 16 bits at triton.py:29, where a thread of _kernel could load 128 of x_ptr"],
+        ),
+        ({"narrow": [_EXCUSED], "target": "gfx942"}, []),
+        ({"narrow": [_EXCUSED]}, ["narrow accesses"]),  # excused on other chips only
+        ({"narrow": [_EXCUSED._replace(bits=32)], "target": "gfx942"}, ["narrow accesses"]),  # narrower yet
     ],
 )
 def test_problems(changes, expected):

@@ -49,6 +49,21 @@ def _pointer_gemm_kernel(
     tl.store(c_ptr + offs_m[:, None] * N + offs_n[None, :], acc.to(tl.bfloat16))
 
 
+@triton.jit(do_not_specialize=["length"])
+def _copy_kernel(x_ptr, y_ptr, length, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows whose length is a multiple of ALIGN, which the compiler is told only by the division."""
+    offs = tl.arange(0, BLOCK)
+    mask = offs < length // ALIGN * ALIGN
+    row = tl.program_id(0) * (length // ALIGN * ALIGN)
+    tl.store(y_ptr + row + offs, tl.load(x_ptr + row + offs, mask=mask), mask=mask)
+
+
+def _copy(config: str, target: str, align: int, width: int = 4096) -> Build:
+    rows = torch.empty(64, width, dtype=torch.bfloat16, device="meta")
+    args = {"x_ptr": rows, "y_ptr": rows, "length": width, "ALIGN": align, "BLOCK": 4096}
+    return Build("sample", config, target, _copy_kernel, args, 8, 2)
+
+
 def _build(fn, config: str, target: str, blocks: tuple[int, int, int], num_warps: int, num_stages: int) -> Build:
     size = 4096
     matrix = torch.empty(size, size, dtype=torch.bfloat16, device="meta")
@@ -66,6 +81,7 @@ def _shipped(op: str, config: str, **features) -> Build:
 
 with fences.assumed(True):
     PREFILL = _shipped("paged_attention", "prefill", BLOCK_M=128)
+    OVER_FP8 = _shipped("paged_attention", "over-fp8", BLOCK_M=64, K_SCALES=1)
 GATED = _shipped("gated_linear", "gated", EPILOGUE="gated")
 ROW_SUM = next(
     dataclasses.replace(build, config="row-sum")
@@ -86,12 +102,26 @@ BUILDS = [
     _build(_pointer_gemm_kernel, "spills-on-amd", "gfx942", (256, 256, 32), 2, 2),
     PREFILL,
     dataclasses.replace(PREFILL, config="prefill-waits", num_stages=3),
+    OVER_FP8,
+    dataclasses.replace(OVER_FP8, config="over-fp8-unexcused", unpipelined=None),
+    dataclasses.replace(PREFILL, config="prefill-excused", unpipelined="no reason"),
+    _copy("copy", "sm_90", 8),
+    _copy("copy-narrow", "sm_90", 1),
+    _copy("copy-of-odd-rows", "sm_90", 1, 4095),
+    _copy("copy-on-amd", "gfx942", 8),
+    _copy("copy-narrow-on-amd", "gfx942", 2),
     GATED,
     dataclasses.replace(GATED, config="gated-unexcused", unpipelined=None),
     ROW_SUM,
     dataclasses.replace(ROW_SUM, config="row-sum-not-reloaded", args={**ROW_SUM.args, "RELOAD": False}),
 ]
-FENCED = {"prefill", "prefill-waits"}  # right under a Triton that puts fences where they are needed
+FENCED = {
+    "prefill",
+    "prefill-waits",
+    "prefill-excused",
+    "over-fp8",
+    "over-fp8-unexcused",
+}  # right under a Triton that puts fences where they are needed
 
 if __name__ == "__main__":
     fenced = {arch: fences.fenced(arch) for arch in ("sm_80", "sm_90")}

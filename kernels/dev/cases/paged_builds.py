@@ -74,6 +74,9 @@ def _build(item: device.Launch, target: str, case: Case) -> Build:
     attends, args = "q_ptr" in item.args, item.args
     label = [str(item.config), *_features(args, case)]
     fp32 = case.dtype == torch.float32
+    # A warp group multiplies 64 rows: decode's 16 use the older instruction, and fp32 has none.
+    wgmma = attends and args["BLOCK_M"] >= 64 and not fp32
+    converted = wgmma and target == "sm_90" and args["k_ptr"].dtype != args["q_ptr"].dtype
     return Build(
         op="paged_attention",
         config="-".join(label),
@@ -82,10 +85,10 @@ def _build(item: device.Launch, target: str, case: Case) -> Build:
         args=args,
         num_warps=item.num_warps,
         num_stages=item.num_stages,
-        # A warp group multiplies 64 rows: decode's 16 use the older instruction, and fp32 has none.
-        wants_wgmma=attends and args["BLOCK_M"] >= 64 and not fp32,
+        wants_wgmma=wgmma,
         # AMD's tiles go through registers: its waits do not tell which of them belong to a later step.
         wants_copies=attends and target.startswith("sm_"),
+        unpipelined="each step converts its values into the same shared memory" if converted else None,
     )
 
 
