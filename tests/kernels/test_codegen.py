@@ -313,6 +313,8 @@ def test_faulty_kernels_are_found_out(samples, name, expected):
     assert len(found) == len(expected), found
     assert all(words in problem for words, problem in zip(expected, found))
     assert 0 < report.registers <= CHIPS[report.target].registers_per_thread
+    local = [loop for loop in report.loops if loop.startswith("loop") and "local load" in loop]
+    assert bool(local) is name.startswith("spills")
 
 
 @pytest.mark.codegen

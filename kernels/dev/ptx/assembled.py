@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from .. import listings
 from .counters import Counters
 from .parse import Kernel
 
@@ -36,8 +37,6 @@ _UNITS = tuple(
         ("local memory", r"LDL|STL"),
     )
 )
-_LINE = re.compile(r'//## File "[^"]*", line (\d+)')
-_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
 def by_unit(counters: Counters, listed: list[tuple[int, str]]) -> dict[str, int]:
@@ -79,13 +78,7 @@ def listing(kernel: Kernel) -> list[tuple[int, str]]:
 
 def read(text: str) -> list[tuple[int, str]]:
     """The same of the output of nvdisasm -g."""
-    found, line = [], 0
-    for each in text.split("\n"):
-        if where := _LINE.search(each):
-            line = int(where[1])
-        elif instruction := _INSTRUCTION.match(each):
-            found.append((line, instruction[1]))
-    return found
+    return [(int(each.source.rpartition(":")[2] or 0), each.opcode) for each in listings.sass(text).instructions]
 
 
 def located(kernel: Kernel) -> str:
