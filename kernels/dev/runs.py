@@ -56,10 +56,13 @@ class _Value(NamedTuple):
 def runs(ttir: str, args: Mapping[str, Any], threads: int, stated: Mapping[str, int] | None = None) -> dict[str, Run]:
     """ "triton.py:29 load" -> the run there, the shortest where several accesses have one place.
 
-    ``args`` are a build's, ``stated`` bits by argument in place of those that its tensor says.
+    ``args`` are a build's, ``stated`` bits by argument in place of those that its tensor says, by "" of what lies at
+    addresses that are loaded.
     """
     places = triton_ir.places(ttir)
-    memory = {name: (stated or {}).get(name.partition(".")[0], contiguous(each)) for name, each in _tensors(args)}
+    stated = stated or {}
+    memory = {name: stated.get(name.partition(".")[0], contiguous(each)) for name, each in _tensors(args)}
+    memory |= stated
     walk = _Walk()
     walk.run(triton_ir.parse(ttir))
     found: dict[str, Run] = {}
@@ -238,6 +241,8 @@ class _Walk:
             case "arith.constant":
                 found = _SPLAT.match(op.text) or _INTEGER.match(op.text)
                 return _Value((0,) * len(shape), constant=int(found[1]) if found else None)
+            case "tt.load":  # numbers, or addresses, from anywhere
+                return _Value((None,) * len(shape))
             case "tt.splat":
                 value = known[0] if known else _Value(())
                 return value._replace(steps=(0,) * len(shape))

@@ -10,6 +10,7 @@ import torch
 from ...runtime import device
 from ...runtime.dtypes import NAMES
 from ..registry import Build, Case
+from ..runs import contiguous
 from ..shapes import Projection
 
 _KINDS = {"nt": "fwd", "nn": "dgrad", "tn": "wgrad"}
@@ -77,6 +78,7 @@ def build_of(op: str, item: device.Launch, target: str) -> Build:
         wants_tma=True,
         exempt=exempt,
         unpipelined=_why_serial(gemm, args["EPILOGUE"]) if target == "sm_90" and exempt is None else None,
+        runs={"": contiguous(args["target_ptrs"][0][0])} if args["EPILOGUE"] == "send" else {},  # the peers' rows
         gemm=gemm,
         tile=tile,
     )
