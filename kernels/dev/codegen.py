@@ -132,7 +132,7 @@ def _pipeline_problems(report: Report) -> list[str]:
 def _access_problems(report: Report) -> list[str]:
     """Accesses to device memory that could be wider, unless ``runs.EXCUSES`` says why."""
     found = [runs.Narrow(*each) for each in report.narrow]
-    return [f"narrow accesses: {each}" for each in found if runs.excuse(report.target, each) is None]
+    return [f"narrow accesses: {each}" for each in found if runs.excuse(report.target, report.config, each) is None]
 
 
 def _race_problems(report: Report) -> list[str]:

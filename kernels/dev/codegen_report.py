@@ -132,9 +132,12 @@ def unneeded() -> list[str]:
     if not all(records):
         return []
     narrow = [(name, runs.Narrow(*each)) for rows in records for name, row in rows.items() for each in row[_NARROW]]
-    needed = {runs.excuse(name.split(" ")[1], each) for name, each in narrow}
+    needed = set()
+    for name, each in narrow:
+        _, target, config = name.split(" ", 2)
+        needed.add(runs.excuse(target, config, each))
     return [
-        f"{each.kernel} is excused from wide accesses to {each.arguments} on {each.target} ({each.reason}) but has them"
+        f"{each.kernel} is excused from wide accesses to {each.arguments} in {each.build} ({each.reason}) but has them"
         for each in runs.EXCUSES
         if each not in needed
     ]

@@ -174,10 +174,10 @@ def _matrix_units(compiled: Iterable[Report]) -> str:
 
 def _accesses(compiled: Iterable[Report]) -> str:
     """Instructions that access device memory by their widths, and how many could be wider."""
-    found, narrow = Counter[str](), list[tuple[str, runs.Narrow]]()
+    found, narrow = Counter[str](), list[tuple[str, str, runs.Narrow]]()
     for report in compiled:
         found.update(report.accesses)
-        narrow += [(report.target, runs.Narrow(*each)) for each in report.narrow]
+        narrow += [(report.target, report.config, runs.Narrow(*each)) for each in report.narrow]
     if not found:
         return "none but by TMA"
     kinds = dict.fromkeys(name.split(" ")[0] for name in sorted(found))
@@ -190,7 +190,7 @@ def _accesses(compiled: Iterable[Report]) -> str:
         for kind, each in zip(kinds, widths)
     ]
     reasons = {str(why.reason if (why := runs.excuse(*each)) else "not excused") for each in narrow}
-    times = sum(each.times for _, each in narrow)
+    times = sum(each.times for *_, each in narrow)
     return (
         f"{'; '.join(said)} bits; {f'{times} could be wider: ' if times else 'none could be wider'}{', '.join(reasons)}"
     )

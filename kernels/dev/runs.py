@@ -94,17 +94,19 @@ class Narrow(NamedTuple):
 
 
 class Excuse(NamedTuple):
-    """Why accesses to some arguments of a kernel are as narrow as ``bits``, on chips whose name begins so."""
+    """Why accesses to some arguments of a kernel are as narrow as ``bits``, in builds whose target and configuration
+    ("sm_100 dgrad-128x128x32-...") match.
+    """
 
-    target: str
+    build: str  # a regular expression that matches at the beginning
     kernel: str
-    arguments: str  # a regular expression
+    arguments: str  # a regular expression, of whole names
     bits: int
     reason: str
 
-    def covers(self, target: str, found: Narrow) -> bool:
+    def covers(self, build: str, found: Narrow) -> bool:
         return (
-            target.startswith(self.target)
+            re.match(self.build, build) is not None
             and found.kernel == self.kernel
             and found.bits >= self.bits
             and re.fullmatch(self.arguments, found.argument) is not None
@@ -113,14 +115,17 @@ class Excuse(NamedTuple):
 
 _MFMA = "Triton stores from the layout of mfma, four numbers of a row by thread (tritonamdgpu-optimize-epilogue)"
 EXCUSES: tuple[Excuse, ...] = (
-    Excuse("gfx", "_gemm_kernel", r"target_ptrs(\.\d)?", 64, _MFMA),
+    Excuse("gfx", "_gemm_kernel", r"target_ptrs(\.\d)?|", 64, _MFMA),
+    Excuse(
+        "sm_100 .*tf32", "_gemm_kernel", r"[ab]_ptrs(\.\d)?", 32, "tcgen05 reads tf32 along K only: copied by number"
+    ),
     Excuse("gfx", "_paged_attention_fwd_kernel", "out_ptr|part_ptr", 64, _MFMA),
     Excuse("", "_paged_attention_fwd_kernel", "tree_ptr", 8, "a mask of 64 bytes a row, read where its scores are"),
 )
 
 
-def excuse(target: str, found: Narrow) -> Excuse | None:
-    return next((each for each in EXCUSES if each.covers(target, found)), None)
+def excuse(target: str, config: str, found: Narrow) -> Excuse | None:
+    return next((each for each in EXCUSES if each.covers(f"{target} {config}", found)), None)
 
 
 def narrow(kernel: str, places: Mapping[str, int], owned: Mapping[str, Run]) -> list[Narrow]:
