@@ -45,7 +45,7 @@ HEADLINES: tuple[Name, ...] = (
     ("paged_prefill", _PREFILL, "prefill, us", "SDPA cuDNN, contiguous KV"),
     *(("small_m", _UP.replace("t8192", f"t{tokens}"), _SMALL, _CUBLAS) for tokens in (1, 16, 64)),
     ("scaled_linear", _UP, "scales by tensor, us", "torch._scaled_mm"),
-    ("quantise", "r8192-c4096-bf16-e4m3_per_tensor", "cast, us", _COPY),
+    *(("quantise", f"r8192-c4096-bf16-e4m3_per_{what}", "cast, us", _COPY) for what in ("tensor", "row")),
     ("linear_act", _UP.replace("bfloat16", "float32"), "forward, us", "cuBLAS x @ w.T in IEEE fp32"),
     ("linear_act", _GPT.replace("tanh", "erf"), "host time, us", "eager plus 10 us"),
     ("cache_write", "llama8b-t8192-k8-h128-p16-bf16", "write, us", _COPY),

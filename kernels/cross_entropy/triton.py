@@ -15,11 +15,19 @@ from ..runtime.sums_triton import product
 
 
 @triton.jit
+def _exp(x):
+    """e^x as ``tl.exp`` has it, but for results below 2^-126, which are 0 on NVIDIA's chips: what they would be added
+    to, or are a share of, is 1 at least. They cost ``tl.exp`` two products and a comparison for each number.
+    """
+    return tl.exp2(x * 1.4426950408889634)  # log2(e)
+
+
+@triton.jit
 def _tanh(x):
     """Accurate near 0 as well, where the quotient would be a difference of almost equal numbers."""
     square = x * x
     small = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    e = tl.exp(-2.0 * tl.abs(x))
+    e = _exp(-2.0 * tl.abs(x))
     large = tl.where(x < 0, -1.0, 1.0) * (1.0 - e) / (1.0 + e)
     return tl.where(tl.abs(x) < 0.3, small, large)
 
@@ -30,11 +38,13 @@ def _cap(a, softcap):
 
 
 @triton.jit
-def _load_scores(row, offs, columns, softcap, EVICT: tl.constexpr):
-    """z at ``offs`` of a row, -inf where there is no column."""
-    here = offs < columns
-    a = tl.load(row + offs, mask=here, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    return tl.where(here, _cap(a, softcap), -float("inf"))
+def _load_scores(row, offs, width, columns, softcap, EVICT: tl.constexpr):
+    """z at ``offs`` of a row of ``width``, -inf where there is no column.
+
+    The rest of the row is padding. It is loaded, too: the number of columns may be odd, the width seldom is.
+    """
+    a = tl.load(row + offs, mask=offs < width, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    return tl.where(offs < columns, _cap(a, softcap), -float("inf"))
 
 
 @triton.jit
@@ -44,17 +54,17 @@ def _shift(peak):
 
 
 @triton.jit
-def _row_statistics(row, target, first, columns, softcap, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):
+def _row_statistics(row, target, first, width, columns, softcap, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):
     """(largest, sum of exponentials, the target's score, sum) of a row's scores."""
     peaks = tl.full((BLOCK,), -float("inf"), tl.float32)
     exps = tl.zeros((BLOCK,), tl.float32)
     totals = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        z = _load_scores(row, offs, columns, softcap, "evict_last")
+        z = _load_scores(row, offs, width, columns, softcap, "evict_last")
         higher = tl.maximum(peaks, z)
         shift = _shift(higher)
-        exps = exps * tl.exp(peaks - shift) + tl.exp(z - shift)
+        exps = exps * _exp(peaks - shift) + _exp(z - shift)
         peaks = higher
         if SMOOTH:
             totals += tl.where(offs < columns, z, 0.0)
@@ -63,7 +73,7 @@ def _row_statistics(row, target, first, columns, softcap, SMOOTH: tl.constexpr, 
     a = tl.load(row + column, mask=here, other=0.0).to(tl.float32)
     score = tl.where(here, _cap(a, softcap), 0.0)
     peak = tl.max(peaks, 0)
-    return peak, tl.sum(product(exps, tl.exp(peaks - _shift(peak))), 0), score, tl.sum(totals, 0)
+    return peak, tl.sum(product(exps, _exp(peaks - _shift(peak))), 0), score, tl.sum(totals, 0)
 
 
 @triton.jit
@@ -77,7 +87,7 @@ def _combined(stats, pitch, ranks):
         theirs = tl.load(stats)
         higher = tl.maximum(peak, theirs)
         shift = _shift(higher)
-        exps = exps * tl.exp(peak - shift) + tl.load(stats + pitch) * tl.exp(theirs - shift)
+        exps = exps * _exp(peak - shift) + tl.load(stats + pitch) * _exp(theirs - shift)
         peak = higher
         score += tl.load(stats + 2 * pitch)
         total += tl.load(stats + 3 * pitch)
@@ -87,29 +97,34 @@ def _combined(stats, pitch, ranks):
 
 @triton.jit
 def _multiple(count, ALIGN: tl.constexpr):
-    """``count``, of which ALIGN is a divisor: said so, masks below it let 16 bytes be loaded at once."""
+    """``count``, of which ALIGN is a divisor: said so, rows begin and masks end where 16 bytes are loaded at once."""
     return count // ALIGN * ALIGN
 
 
-# Ranks and blocks of the vocabulary differ in the first; specialising on it would compile the same code again.
-@triton.jit(do_not_specialize=["first", "columns", "ignore_index"])
+# Ranks and blocks of the vocabulary differ in the first, chunks in their tokens, vocabularies in the rest: specialising
+# on these would compile the same code again. ALIGN says all of them that matters.
+@triton.jit(do_not_specialize=["stride", "pitch", "width", "first", "columns", "ignore_index"])
 def _statistics_kernel(
     logits_ptr,  # [t, n], rows contiguous
     targets_ptr,  # [t]
     stats_ptr,  # [4, t] in rows of ``pitch``
     stride,  # of logits' rows
     pitch,
+    width,  # n
     first,
     columns,
     ignore_index,
     softcap,  # or None
     SMOOTH: tl.constexpr,
-    ALIGN: tl.constexpr,  # divides columns
+    ALIGN: tl.constexpr,  # divides stride and width
+    PADDED: tl.constexpr,  # whether there are fewer columns than the width
     BLOCK: tl.constexpr,
 ):
     """Grid: (t,)."""
     t = tl.program_id(0).to(tl.int64)
-    columns = _multiple(columns, ALIGN)
+    stride, width = _multiple(stride, ALIGN), _multiple(width, ALIGN)
+    if not PADDED:
+        columns = width
     target = tl.load(targets_ptr + t).to(tl.int64)
     stats = stats_ptr + t
     if target == ignore_index:
@@ -118,39 +133,19 @@ def _statistics_kernel(
             tl.store(stats + i * pitch, 0.0)
     else:
         row = logits_ptr + t * stride
-        peak, exps, score, total = _row_statistics(row, target, first, columns, softcap, SMOOTH, BLOCK)
+        peak, exps, score, total = _row_statistics(row, target, first, width, columns, softcap, SMOOTH, BLOCK)
         tl.store(stats, peak)
         tl.store(stats + pitch, exps)
         tl.store(stats + 2 * pitch, score)
         tl.store(stats + 3 * pitch, total)
 
 
-@triton.jit(do_not_specialize=["pitch", "ranks", "first", "columns", "ignore_index"])
-def _gradient_kernel(
-    logits_ptr,  # [t, n], rows contiguous; becomes the gradient
-    targets_ptr,  # [t]
-    stats_ptr,  # [ranks, 4, t] of the whole vocabulary, or None: it is all here
-    gain_ptr,  # [t] gradients of the losses, or None: ones
-    losses_ptr,  # [t] or None
-    stride,  # of logits' rows
-    pitch,  # of stats' rows
-    ranks,
-    width,  # n
-    first,
-    columns,
-    vocab_size,
-    ignore_index,
-    smoothing,
-    uniform,  # smoothing / vocab_size
-    z_loss,
-    softcap,  # or None
-    SMOOTH: tl.constexpr,
-    ALIGN: tl.constexpr,  # divides columns
-    BLOCK: tl.constexpr,
-):
-    """Grid: (t,)."""
-    t = tl.program_id(0).to(tl.int64)
-    columns = _multiple(columns, ALIGN)
+@triton.jit
+def _row_gradient(
+    logits_ptr, targets_ptr, stats_ptr, gain_ptr, losses_ptr, t, stride, pitch, ranks, width, first, columns,
+    vocab_size, ignore_index, smoothing, uniform, z_loss, softcap, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The loss of row ``t``, and the gradient of its logits in their place; arguments as ``_gradient_kernel`` has."""
     target = tl.load(targets_ptr + t).to(tl.int64)
     row = logits_ptr + t * stride
     if target == ignore_index:
@@ -161,7 +156,7 @@ def _gradient_kernel(
             tl.store(losses_ptr + t, 0.0)
     else:
         if stats_ptr is None:
-            peak, exps, score, total = _row_statistics(row, target, first, columns, softcap, SMOOTH, BLOCK)
+            peak, exps, score, total = _row_statistics(row, target, first, width, columns, softcap, SMOOTH, BLOCK)
             tl.debug_barrier()  # every thread has the target's score before the row is written
         else:
             peak, exps, score, total = _combined(stats_ptr + t, pitch, ranks)
@@ -180,11 +175,58 @@ def _gradient_kernel(
         column = target - first
         for start in range(0, width, BLOCK):
             offs = start + tl.arange(0, BLOCK)
-            z = _load_scores(row, offs, columns, softcap, "evict_first")
-            dz = tl.exp(z - shift) * slope - uniform * gain
+            z = _load_scores(row, offs, width, columns, softcap, "evict_first")
+            dz = _exp(z - shift) * slope - uniform * gain
             dz -= tl.where(offs == column, (1.0 - smoothing) * gain, 0.0)
             if softcap is not None:
                 share = z / softcap
                 dz *= 1.0 - share * share
             dz = tl.where(offs < columns, dz, 0.0)
             tl.store(row + offs, dz.to(row.dtype.element_ty), mask=offs < width)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "stride", "pitch", "ranks", "width", "first", "columns", "vocab_size", "ignore_index"
+    ]
+)  # fmt: skip
+def _gradient_kernel(
+    logits_ptr,  # [t, n], rows contiguous; becomes the gradient
+    targets_ptr,  # [t]
+    stats_ptr,  # [ranks, 4, t] of the whole vocabulary, or None: it is all here
+    gain_ptr,  # [t] gradients of the losses, or None: ones
+    losses_ptr,  # [t] or None
+    rows,  # t
+    stride,  # of logits' rows
+    pitch,  # of stats' rows
+    ranks,
+    width,  # n
+    first,
+    columns,
+    vocab_size,
+    ignore_index,
+    smoothing,
+    uniform,  # smoothing / vocab_size
+    z_loss,
+    softcap,  # or None
+    SMOOTH: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides stride and width
+    PADDED: tl.constexpr,  # whether there are fewer columns than the width
+    LOOP: tl.constexpr,  # whether there are fewer programs than rows
+    BLOCK: tl.constexpr,
+):
+    """Grid: (t,); with LOOP fewer, so that a row is still in the cache when it is read again."""
+    stride, width = _multiple(stride, ALIGN), _multiple(width, ALIGN)
+    if not PADDED:
+        columns = width
+    if LOOP:
+        for t in range(tl.program_id(0), rows, tl.num_programs(0)):
+            _row_gradient(
+                logits_ptr, targets_ptr, stats_ptr, gain_ptr, losses_ptr, tl.cast(t, tl.int64), stride, pitch, ranks,
+                width, first, columns, vocab_size, ignore_index, smoothing, uniform, z_loss, softcap, SMOOTH, BLOCK,
+            )  # fmt: skip
+    else:
+        _row_gradient(
+            logits_ptr, targets_ptr, stats_ptr, gain_ptr, losses_ptr, tl.program_id(0).to(tl.int64), stride, pitch,
+            ranks, width, first, columns, vocab_size, ignore_index, smoothing, uniform, z_loss, softcap, SMOOTH, BLOCK,
+        )  # fmt: skip

@@ -41,6 +41,7 @@ class Chip:
     shared_reserved: int  # bytes per block that the driver takes for itself
     flops: Mapping[str, float]  # dense matrix FLOP/s by input dtype; "fp32" without tensor cores
     bandwidth: float  # bytes/s of device memory
+    cache: int  # bytes, the last cache before device memory
     spills_early: bool = False  # its assembler (ptxas 12.8) gives up registers for blocks, and spills where others fit
 
     @property
@@ -131,6 +132,7 @@ CHIPS: dict[str, Chip] = {
         shared_reserved=KIB,
         flops={"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
         bandwidth=2.039e12,
+        cache=40 * KIB * KIB,
     ),
     "sm_86": Chip(
         name="NVIDIA RTX 3090",
@@ -148,6 +150,7 @@ CHIPS: dict[str, Chip] = {
         shared_reserved=KIB,
         flops={"bf16": 71e12, "fp16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12},
         bandwidth=0.936e12,
+        cache=6 * KIB * KIB,
     ),
     "sm_89": Chip(
         name="NVIDIA L40S",
@@ -165,6 +168,7 @@ CHIPS: dict[str, Chip] = {
         shared_reserved=KIB,
         flops={"fp8": 733e12, "bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12},
         bandwidth=0.864e12,
+        cache=96 * KIB * KIB,
     ),
     "sm_90": Chip(
         name="NVIDIA H100",
@@ -182,6 +186,7 @@ CHIPS: dict[str, Chip] = {
         shared_reserved=KIB,
         flops={"fp8": 1979e12, "bf16": 989e12, "fp16": 989e12, "tf32": 495e12, "fp32": 67e12},
         bandwidth=3.35e12,
+        cache=50 * KIB * KIB,
     ),
     "sm_100": Chip(
         name="NVIDIA B200",
@@ -199,6 +204,7 @@ CHIPS: dict[str, Chip] = {
         shared_reserved=KIB,
         flops={"fp8": 4500e12, "bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12},
         bandwidth=8.0e12,
+        cache=126 * KIB * KIB,
     ),
     "sm_120": Chip(
         name="NVIDIA RTX 5090",
@@ -216,6 +222,7 @@ CHIPS: dict[str, Chip] = {
         shared_reserved=KIB,
         flops={"fp8": 419e12, "bf16": 209.5e12, "fp16": 209.5e12, "tf32": 104.8e12, "fp32": 104.8e12},
         bandwidth=1.792e12,
+        cache=96 * KIB * KIB,
         spills_early=True,
     ),
     "gfx942": Chip(
@@ -234,5 +241,6 @@ CHIPS: dict[str, Chip] = {
         shared_reserved=0,
         flops={"fp8": 2615e12, "bf16": 1307e12, "fp16": 1307e12, "tf32": 654e12, "fp32": 163e12},
         bandwidth=5.3e12,
+        cache=256 * KIB * KIB,
     ),
 }

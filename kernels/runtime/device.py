@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import cache_key
+from .chips import described
 
 # Stands for the chip where kernels are interpreted: small blocks, so that small tests still cross tile borders.
 INTERPRETER = "interpreter"
@@ -190,6 +191,19 @@ def program_slots(device: torch.device) -> int:
     if device.type != "cuda":
         return capped(_INTERPRETER_PROGRAMS)
     return capped(int(torch.cuda.get_device_properties(device).multi_processor_count))
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The size of the last cache before device memory: the GPU's own; AMD's, and for what is captured, as on paper."""
+    if device.type == "cuda" and not torch.version.hip:
+        return _own_cache_bytes(device)
+    arch = architecture(device)
+    return 0 if arch == INTERPRETER else described(arch).cache
+
+
+@functools.cache
+def _own_cache_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def allow_tf32() -> bool:

@@ -103,7 +103,8 @@ def _cast(
         "count": 0 if amaxes is None else amaxes.numel(),
         "stretch": 2.0**margin,
         "pitch": values.stride(0),
-        "COUNT": 1 if amaxes is None else triton.next_power_of_2(amaxes.numel()),
+        # Not so many as there are parts, which follow from x's rows: each power of two would be another kernel.
+        "COUNT": 1 if amaxes is None else triton.next_power_of_2(max(amaxes.numel(), _PARTS)),
         "BLOCK_R": block_r,
         "BLOCK_C": block_c,
     }

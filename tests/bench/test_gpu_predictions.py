@@ -74,7 +74,8 @@ def test_the_record_is_that_of_the_counts():
     assert counts_report.path(version) == memory_limit.RECORD
     assert counts_report.read(version)
     assert set(memory_limit._LEVELS) <= set(counts_report.COLUMNS)
-    copies = [each for each in predictions.predictions() if each.key[2] == COPY]
+    # No recorded case launches the cast by row.
+    copies = [each for each in predictions.predictions() if each.key[2] == COPY and each.bench != "quantise"]
     assert {each.bench for each in copies} == {"norm", "rope", "cache_write", "paged_decode"}
     assert all(each.why.startswith("moves ") for each in copies)
 

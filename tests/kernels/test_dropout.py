@@ -96,6 +96,22 @@ def test_shapes_and_strides():
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("cols", "pitch", "start"), [(33, 33, 1), (40, 43, 0), (3, 8, 5), (64, 64, 3), (1, 2, 1)])
+def test_odd_widths_and_views(cols: int, pitch: int, start: int, dtype: torch.dtype):
+    """x and the residual are rows of other tensors that begin anywhere: bit for bit as of rows that are aligned."""
+    room = torch.randn(2, start + 6 * pitch, device=DEVICE).to(dtype)
+    x, residual = (part[start:].view(6, pitch)[:, :cols] for part in room)
+    before = room.clone()
+    found = dropout(x, 0.4, RNG_KEY, residual=residual, impl="triton")
+    dense = dropout(x.contiguous(), 0.4, RNG_KEY, residual=residual.contiguous(), impl="triton")
+    assert found.is_contiguous()
+    assert torch.equal(found, dense)
+    assert torch.equal(room, before)
+    torch.testing.assert_close(found, dropout(x, 0.4, RNG_KEY, residual=residual, impl="reference"))
+
+
+@pytest.mark.interpret
 def test_a_recomputed_forward_draws_the_same_mask():
     x = torch.randn(8, 64, device=DEVICE, requires_grad=True)
 

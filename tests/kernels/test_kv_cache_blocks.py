@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from kv_cache_case import E4M3, INT8, bits, noise
@@ -34,6 +36,26 @@ def test_copy_blocks(impl, block_dim):
     one = caches[0].clone()
     copy_blocks_(one, torch.tensor([[3, 1]]), block_dim=block_dim, impl=impl)
     assert torch.equal(bits(one.select(block_dim, 1)), bits(one.select(block_dim, 3)))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, E4M3], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "pad", "start"),
+    [((5, 3, 7), 0, 1), ((5, 2, 33), 1, 0), ((5, 1, 1), 3, 2), ((5, 3, 16), 0, 3), ((5, 2, 40, 3), 5, 7)],
+)
+def test_copy_blocks_of_odd_sizes_and_views(impl, shape, pad, start, dtype):
+    """Blocks whose rows are of any length and begin at any address; between them nothing is written."""
+    *outer, width = shape
+    count = start + math.prod(outer) * (width + pad)
+    room = noise(count, dtype=dtype)
+    cache = room[start:].view(*outer, width + pad)[..., :width]
+    expected, pairs = room.clone(), torch.tensor([[4, 0], [-1, 1], [2, 3]])
+    wanted = expected.view(getattr(torch, f"uint{8 * dtype.itemsize}"))[start:].view(*outer, width + pad)[..., :width]
+    for source, target in ((4, 0), (2, 3)):
+        wanted[target].copy_(wanted[source].clone())
+    copy_blocks_(cache, pairs, impl=impl)
+    assert torch.equal(bits(room), bits(expected))
 
 
 @pytest.mark.parametrize("block_dim", [0, 1])

@@ -106,6 +106,85 @@ def test_the_other_triton(stub: Path, few: bool):
     assert found["counts"]["launches"] > (100 if few else 10_000)
 
 
+# --- compilations -----------------------------------------------------------------------------------------------------
+
+# The most kernels that Triton compiles for 100 numbers of tokens in one kind of call, and why it is more than one.
+MOST = {
+    **dict.fromkeys(("_norm_fwd_kernel", "_norm_bwd_kernel", "_norm_bwd_wide_kernel", "_norm_params_kernel"), 1),
+    **dict.fromkeys(("_norm_sum_kernel", "_write_kv_kernel", "_copy_blocks_kernel", "_act_grad_kernel"), 1),
+    **dict.fromkeys(("_statistics_kernel", "_plan_kernel"), 1),
+    "_rope_kernel": 4,  # forward and backward, one token and several
+    # Forward with the residual, backward without; one row, rows that 16 divides (in fewer registers), and others.
+    "_dropout_kernel": 6,
+    "_gemm_kernel": 12,  # three products, whose tiles and parts of K follow from the tokens
+    "_split_sum_kernel": 2,  # of outputs in two dtypes
+    "_amax_kernel": 2,  # rows that 16 divides, and others
+    "_cast_kernel": 9,  # likewise; two formats, x and x^T, with and without a history
+    "_cast_rows_kernel": 8,
+    "_push_kernel": 2,  # with and without a history
+    "_paged_attention_fwd_kernel": 2,  # tiles of few queries, and of many
+    "_merge_kernel": 2,
+    "_gradient_kernel": 2,  # a block of the vocabulary, and the last one
+}
+# For 100 vocabularies: blocks of four lengths (products: what TMA takes and does not) and what divides rows, 16 to 1.
+MOST_WORDS = MOST | {"_statistics_kernel": 8, "_gradient_kernel": 20, "_gemm_kernel": 16}
+
+
+def _many_lengths(*options: str, triton: str = "") -> dict[str, Any]:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "SHARDFUSE_POISON")
+    }
+    if triton:
+        environment["PYTHONPATH"] = os.pathsep.join([triton, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command = [sys.executable, str(SUPPORT / "many_lengths.py"), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["lengths"] == 100
+    assert all(count >= 100 for count in found["launches"].values())
+    return found
+
+
+def _too_many(found: dict[str, Any]) -> list[str]:
+    return [
+        f"{kind}: {count} of {kernel}"
+        for kind, kernels in found["kernels"].items()
+        for kernel, count in kernels.items()
+        if count > (MOST_WORDS if kind.startswith("words") else MOST)[kernel]
+    ]
+
+
+@pytest.mark.parametrize(
+    "side",
+    [
+        "",
+        pytest.param(
+            SIDE,
+            marks=[
+                pytest.mark.nightly(seconds=20),
+                pytest.mark.skipif(not SIDE, reason="there is no second Triton beside this"),
+            ],
+        ),
+    ],
+    ids=["installed", "side"],
+)
+def test_a_hundred_lengths_take_few_kernels(side: str):
+    """Of every op with a kernel but those that communicate, whose kernels are the norms' and products'."""
+    found = _many_lengths(triton=side)
+    assert _too_many(found) == []
+    assert {kernel for kernels in found["kernels"].values() for kernel in kernels} == set(MOST)
+
+
+@pytest.mark.nightly(seconds=6)
+@pytest.mark.parametrize("fault", ["specialised", "constant"])
+def test_a_length_that_is_compiled_in_is_found(fault: str):
+    kinds = ("rms_norm", "rope", "write_kv", "linear_act", "fp8 by tensor", "prefill", "loss again")
+    wrong = _too_many(_many_lengths("--fault", fault, "--only", *kinds))
+    assert {line.partition(":")[0] for line in wrong} == set(kinds)
+    if fault == "constant":
+        assert "rms_norm: 100 of _norm_fwd_kernel" in wrong
+
+
 # --- compiled ahead of time -------------------------------------------------------------------------------------------
 
 TRITONS = [

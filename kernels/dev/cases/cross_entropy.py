@@ -128,7 +128,8 @@ def _build(item: device.Launch, target: str) -> Build:
     steps += ["own"] if args.get("stats_ptr", 0) is None else []
     steps += ["gain"] if args.get("gain_ptr") is not None else []
     steps += [mark for mark, there in (("smooth", args["SMOOTH"]), ("cap", args["softcap"] is not None)) if there]
-    steps += ["odd"] if args["stride"] % 16 else []
+    steps += ["odd"] if args["ALIGN"] < 16 else []
+    steps += ["loop"] if args.get("LOOP") else []
     return Build("linear_cross_entropy", "-".join(steps), target, item.fn, args, item.num_warps, item.num_stages)
 
 

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...cross_entropy import launch as cross_entropy
 from ...cross_entropy.chunks import chunk_size
 from ...linear import plan
 from ...linear.gemm import Gemm
 from ...runtime import device
+from ...runtime.chips import described
 from ...runtime.dtypes import BF16
 from ..registry import Case, OpSpec
 from ..shapes import Projection, projection
@@ -239,21 +241,29 @@ def _small_projection(spec: OpSpec, large: Projection, deep: bool) -> Small:
 
 @contextlib.contextmanager
 def configured(small: Small) -> Iterator[None]:
-    """Within the block, products of ``small``'s sizes get the configurations of the model's."""
+    """Within the block, products of ``small``'s sizes get the configurations of the model's, and rows of logits go
+    through fewer programs where the model's do.
+    """
 
     def enlarged(gemm: Gemm) -> Gemm:
         m, n, k = (small.sizes.get(size, size) for size in (gemm.M, gemm.N, gemm.K))
         return dataclasses.replace(gemm, M=m, N=n, K=k)
 
-    pick, matmul = plan.pick_config, torch.backends.cuda.matmul
+    def programs(rows: int, width: int, itemsize: int, arch: str, sms: int, cache_bytes: int) -> int:
+        large, chip = small.sizes.get(rows, rows), described(arch)
+        found = fitting(large, small.sizes.get(width, width), itemsize, arch, chip.sms, chip.cache)
+        return rows if found == large else min(rows, sms)
+
+    pick, fitting, matmul = plan.pick_config, cross_entropy.programs, torch.backends.cuda.matmul
     precision = matmul.fp32_precision
     plan.plan_launch.cache_clear()
     plan.pick_config = lambda arch, gemm: pick(arch, enlarged(gemm))
+    cross_entropy.programs = programs
     matmul.fp32_precision = "tf32" if small.tf32 else "ieee"
     try:
         yield
     finally:
-        plan.pick_config, matmul.fp32_precision = pick, precision
+        plan.pick_config, cross_entropy.programs, matmul.fp32_precision = pick, fitting, precision
         plan.plan_launch.cache_clear()
 
 
