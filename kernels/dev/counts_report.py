@@ -81,18 +81,20 @@ GATES: dict[str, Gate] = {
 _PAIRS = "a thread's 32 bytes take two requests, and each touches all their sectors; L1 serves the second"
 _ODD = "rows of an odd length are not aligned: accesses of one element, and sectors that two of them share"
 _ODD_LOGITS = "the product stores logits densely, so rows of an odd vocabulary begin anywhere; a padded one is aligned"
-_BIAS = "sums for the bias take 11 wavefronts for one, once a tile; on sm_80 they make ldmatrix of A take 32 for 4"
-_FP32 = "operands of fp32 are transposed, or split, through shared memory without a swizzle, and stored there by pairs"
+_BIAS = "sums for the bias take 11 wavefronts for one between warps: Triton's tl.sum, once a row of tiles, where n = 0"
+_FP32 = (
+    "FMA's operands have no swizzle in Triton: W lies along K in shared memory, rows of 64 bytes, where 16 lanes read "
+    "across them; and wgmma takes tf32 along K only: dgrad's and wgrad's operands are turned through registers"
+)
 _FEW = "tiles of 32 rows, and fewer tokens: the rows beyond are computed too"
 _MAXIMA = "row maxima and sums between warps"
 _WEIGHTS = "exponentials take their product's layout through shared memory, two wavefronts for one"
 _WIDENED = "widened codes are stored in columns"
 EXCUSES: tuple[Excuse, ...] = (
-    Excuse("loads", "_split_sum_kernel", (), _PAIRS),
+    Excuse("loads", "_gemm_kernel", ("sm_80 linear_cross_entropy", "bias"), "sums for the bias, in fp32: " + _PAIRS),
     Excuse("loads", "_norm_fwd_kernel", ("residual_fp32",), _PAIRS),
     Excuse("loads", "_norm_bwd_kernel", ("residual_fp32",), _PAIRS),
     Excuse("loads", "_reduce_kernel", ("residual_fp32",), _PAIRS),
-    Excuse("loads", "_gemm_kernel", ("linear_cross_entropy", "bias"), "sums for the bias, in fp32: " + _PAIRS),
     Excuse("loads", "_cast_kernel", ("training-tensor",), _PAIRS),
     *(Excuse("loads", "_write_kv_kernel", (" write_kv", cache), _PAIRS) for cache in ("fp32-fp16", "e4m3", "int8")),
     Excuse("loads", "_write_kv_kernel", ("norm_rope_write_kv",), "tables of cos and sin in fp32: " + _PAIRS),
@@ -111,13 +113,8 @@ EXCUSES: tuple[Excuse, ...] = (
     Excuse("stores", "_gemm_kernel", ("4095",), _ODD),
     Excuse("loads", "_reduce_kernel", ("4095",), _ODD),
     Excuse("stores", "_reduce_kernel", ("4095",), _ODD),
-    Excuse("loads", "_gemm_kernel", ("sm_80", "residual-tf32"), "the epilogue's layout: 16 bytes of a row by a lane"),
-    Excuse("stores", "_gemm_kernel", ("sm_80", "residual-tf32"), "the epilogue's layout: 16 bytes of a row by a lane"),
     Excuse(
         "loads", "_paged_attention_fwd_kernel", ("h72",), "keys are loaded by element: 144 bytes begin within a sector"
-    ),
-    Excuse(
-        "stores", "_gemm_kernel", ("dgrad_act", "fp32-gelu_erf-recompute_act"), "PTX stores where threads part in erf"
     ),
     Excuse("loads", "_merge_kernel", (), "maxima and sums of the parts lie a head apart: a sector for 4 bytes"),
     Excuse("stores", "_plan_kernel", (), "items of the plan, 32 bytes each, are stored field by field; one block"),
@@ -159,10 +156,6 @@ EXCUSES: tuple[Excuse, ...] = (
     Excuse("mufu_computed", "_act_grad_kernel", ("-t1-",), "a tile's rows beyond the only one are computed too"),
     Excuse("mufu_computed", "_gemm_kernel", ("sm_80", "-t1-"), _FEW),
     Excuse("mufu_computed", "_gemm_kernel", ("sm_80", "t16-d4096"), _FEW),
-    *(
-        Excuse("mufu_computed", "_gemm_kernel", ("sm_90", op, "recompute_act"), "the gate in two layouts, for dz and h")
-        for op in ("dgrad_act", "dgrad_gated")
-    ),
     Excuse("mufu_computed", "_gradient_kernel", ("softcap",), "scores are capped by tanh, twice"),
 )
 

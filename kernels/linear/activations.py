@@ -43,6 +43,21 @@ def _sigmoid(z, SLOPE: tl.constexpr, CUBIC: tl.constexpr, APPROX: tl.constexpr):
 
 
 @triton.jit
+def _erf(x):
+    """erf(x) by the two polynomials of CUDA's erff and to its bits, without the branches at which threads part."""
+    square = x * x
+    near = tl.fma(tl.fma(8.48349446e-05, square, -0.000821309164), square, 0.00521348882)
+    near = tl.fma(tl.fma(near, square, -0.0268687736), square, 0.112840049)
+    near = tl.fma(tl.fma(near, square, -0.376126647), square, 0.128379151)
+    a = tl.abs(x)
+    far = tl.fma(tl.fma(1.64258454e-05, a, -0.000468021055), a, 0.00526476419)
+    far = tl.fma(tl.fma(far, a, -0.0343030766), a, 0.153293699)
+    far = tl.fma(tl.fma(far, a, 0.916313052), a, 0.628299832)
+    rest = 1.0 - _exp2(tl.fma(far, -a, -a))
+    return tl.where(a < 1.00295997, tl.fma(near, x, x), tl.where(x < 0, -rest, rest))
+
+
+@triton.jit
 def _normal_cdf(z, APPROX: tl.constexpr):
     """Phi(z) of the standard normal distribution, and 1 minus that."""
     if APPROX:
@@ -53,7 +68,7 @@ def _normal_cdf(z, APPROX: tl.constexpr):
         below = _exp2(-1.0 + a * (-1.14876997 + a * (-0.465769887 + a * power)))
         cdf = tl.where(z < 0, below, 1.0 - below)
     else:
-        cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+        cdf = 0.5 * (1.0 + _erf(z * 0.7071067811865476))
     return cdf, 1.0 - cdf
 
 
@@ -70,6 +85,19 @@ def _gate(z, ACTIVATION: tl.constexpr, APPROX: tl.constexpr):
     else:
         tl.static_assert(ACTIVATION == "silu")
         return _sigmoid(z, 1.0, None, APPROX)
+
+
+@triton.jit
+def tied(z, acc, APPROX: tl.constexpr):
+    """z itself, in the layout of ``acc``.
+
+    What is made of it for two results has one layout then: Triton computes a gate again in each layout that a store
+    asks for, where converting a result is cheaper. An instruction with side effects is never repeated.
+    """
+    if APPROX:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [z, acc], dtype=tl.float32, is_pure=False, pack=1)
+    else:
+        return z
 
 
 @triton.jit

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime import device, tuning
-from ..runtime.chips import multiplies_asynchronously
 from ..runtime.signals_triton import clock_of
 from . import triton as kernels
 from .config import pick_config
@@ -147,7 +146,7 @@ def plan_launch(*fields: Any) -> Plan:
             "MAX_IMPRECISE_ACC": config.block_k if gemm.fp32_sums else None,
             **({"ROW_SCALES": False} if split else row_scales),
             "UPCAST": call.arch == device.INTERPRETER,
-            "RELOAD": multiplies_asynchronously(call.arch),
+            "RELOAD": call.arch.startswith("sm_"),
             "USE_TMA": config.use_tma,
             "OUT_ALIGNED": config.use_tma and gemm.out_aligned,
             "EPILOGUE_SUBTILE": config.epilogue_subtile and not split,
@@ -165,7 +164,8 @@ def plan_launch(*fields: Any) -> Plan:
     tiles = config.split_k * sum(_tiles(m, n, config.block_m, config.block_n) for m, n in sizes)
     if not split:
         return Plan(gemm, config, tiles, product, None, 0)
-    block_m, block_n = (16, 32) if call.arch == device.INTERPRETER else (16, 128)
+    # Four numbers to a thread: eight of fp32, as wide as bf16 is stored by, take two requests for the same sectors.
+    block_m, block_n = (16, 32) if call.arch == device.INTERPRETER else (4, 128)
     split_sum = device.Prepared(
         kernels._split_sum_kernel,
         {**sizes_args, "splits": config.split_k, **modes, **row_scales, "BLOCK_M": block_m, "BLOCK_N": block_n},

@@ -52,6 +52,24 @@ def load_tile(
 
 
 @triton.jit
+def load_operand(
+    src, row, col, rows, cols, strides,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, TRANS: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    """The tile [BLOCK_ROWS, BLOCK_COLS] of op(X) [rows, cols] at (row, col); X is stored [cols, rows] if TRANS.
+
+    Pointers address the tile as it is multiplied: one that is turned after its load passes through registers, where
+    others are copied to shared memory ahead of their use.
+    """
+    if not TRANS:
+        return load_tile(src, row, col, rows, cols, strides, BLOCK_ROWS, BLOCK_COLS, USE_TMA)
+    elif USE_TMA:
+        return src.load([col, row]).T
+    else:
+        return load_tile(src, row, col, rows, cols, (strides[1], strides[0]), BLOCK_ROWS, BLOCK_COLS, False)
+
+
+@triton.jit
 def store_tile(
     dst, tile, row, col, rows, cols, strides, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, USE_TMA: tl.constexpr
 ):
@@ -61,6 +79,39 @@ def store_tile(
     else:
         ptrs, mask = tile_pointers(dst, row, col, rows, cols, strides[0], strides[1], BLOCK_ROWS, BLOCK_COLS)
         tl.store(ptrs, tile, mask=mask)
+
+
+@triton.jit
+def halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and the right half of a tile [BLOCK_M, BLOCK_N]; no data moves between threads."""
+    return tl.split(tile.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def store_partial(dst, tile, split, m, n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Leave the product of one part of K in a workspace [splits, M, N]."""
+    ptrs, mask = tile_pointers(dst + tl.cast(split, tl.int64) * M * N, m, n, M, N, N, 1, BLOCK_M, BLOCK_N)
+    tl.store(ptrs, tile, mask=mask)
+
+
+@triton.jit
+def store_row_sum(dst, row_sum, m, M, wanted, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The column of tiles that holds the sums, for which ``wanted`` is true, writes them."""
+    offs_m = m + tl.arange(0, BLOCK_M)
+    mask = (offs_m < M) & wanted
+    if ACCUMULATE:
+        row_sum += tl.load(dst + offs_m, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dst + offs_m, row_sum.to(dst.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_parts(src, m, n, M, N, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile at (m, n) of a workspace [splits, M, N], summed over the parts."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    ptrs, mask = tile_pointers(src, m, n, M, N, N, 1, BLOCK_M, BLOCK_N)
+    for split in range(splits):
+        acc += tl.load(ptrs + tl.cast(split, tl.int64) * M * N, mask=mask, other=0.0)
+    return acc
 
 
 @triton.jit

@@ -32,9 +32,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activations import act, act_grad
+from .activations import act, act_grad, tied
 from .remote import announce, announce_empty, first_own_row, first_sent_row, send_tile, wait_for_all, wait_for_rows
-from .tiles import load_tile, open_all, open_matrix, store_tile, tile_pointers, tile_position
+from .tiles import (
+    halves,
+    load_operand,
+    load_tile,
+    open_all,
+    open_matrix,
+    store_partial,
+    store_row_sum,
+    store_tile,
+    sum_parts,
+    tile_pointers,
+    tile_position,
+)
 
 # ------------------------------------------------------------------------------------------------- main loop
 
@@ -44,18 +56,6 @@ def _part_of(K, split, splits, BLOCK_K: tl.constexpr):
     """The part [first, last) of K that falls to one of ``splits`` programs, in whole blocks; the last may be empty."""
     part = tl.cdiv(tl.cdiv(K, BLOCK_K), splits) * BLOCK_K
     return split * part, min(K, (split + 1) * part)
-
-
-@triton.jit
-def _load_a(
-    a, m, k, M, K, strides,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, TRANS_A: tl.constexpr, USE_TMA: tl.constexpr,
-):  # fmt: skip
-    """The tile [BLOCK_M, BLOCK_K] of op(A) at (m, k)."""
-    if TRANS_A:
-        return load_tile(a, k, m, K, M, strides, BLOCK_K, BLOCK_M, USE_TMA).T
-    else:
-        return load_tile(a, m, k, M, K, strides, BLOCK_M, BLOCK_K, USE_TMA)
 
 
 @triton.jit
@@ -91,14 +91,11 @@ def _multiply(
     A is stored [M, K], or [K, M] if TRANS_A; B is stored [K, N], or [N, K] if TRANS_B.
     """
     for k in range(first_k, last_k, BLOCK_K):
-        a_tile = _load_a(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, TRANS_A, USE_TMA)
-        if TRANS_B:
-            b_tile = load_tile(b, n, k, N, K, b_strides, BLOCK_N, BLOCK_K, USE_TMA).T
-        else:
-            b_tile = load_tile(b, k, n, K, N, b_strides, BLOCK_K, BLOCK_N, USE_TMA)
+        a_tile = load_operand(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, TRANS_A, USE_TMA)
+        b_tile = load_operand(b, k, n, K, N, b_strides, BLOCK_K, BLOCK_N, TRANS_B, USE_TMA)
         if ROW_SUM and n == 0:
             if RELOAD:
-                summed = _load_a(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, TRANS_A, USE_TMA)
+                summed = load_operand(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, TRANS_A, USE_TMA)
             else:
                 summed = a_tile
             row_sum += summed.to(tl.float32)
@@ -140,18 +137,18 @@ def _multiply_gated(
     """Both products of a gated layer, each tile of A loaded once. A is stored [M, K], both Bs [N, K]."""
     for k in range(first_k, last_k, BLOCK_K):
         a_tile = load_tile(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, USE_TMA)
-        b_tile = load_tile(b, n, k, N, K, b_strides, BLOCK_N, BLOCK_K, USE_TMA)
-        up_tile = load_tile(b_up, n, k, N, K, b_up_strides, BLOCK_N, BLOCK_K, USE_TMA)
+        b_tile = load_operand(b, k, n, K, N, b_strides, BLOCK_K, BLOCK_N, True, USE_TMA)
+        up_tile = load_operand(b_up, k, n, K, N, b_up_strides, BLOCK_K, BLOCK_N, True, USE_TMA)
         if UPCAST:
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
             up_tile = up_tile.to(tl.float32)
         if SWAP:
-            acc = tl.dot(b_tile, a_tile.T, acc, input_precision=PRECISION)
-            acc_up = tl.dot(up_tile, a_tile.T, acc_up, input_precision=PRECISION)
+            acc = tl.dot(b_tile.T, a_tile.T, acc, input_precision=PRECISION)
+            acc_up = tl.dot(up_tile.T, a_tile.T, acc_up, input_precision=PRECISION)
         else:
-            acc = tl.dot(a_tile, b_tile.T, acc, input_precision=PRECISION)
-            acc_up = tl.dot(a_tile, up_tile.T, acc_up, input_precision=PRECISION)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+            acc_up = tl.dot(a_tile, up_tile, acc_up, input_precision=PRECISION)
     return acc, acc_up
 
 
@@ -223,12 +220,16 @@ def _epilogue(
         store_tile(targets[0], h.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
     elif EPILOGUE == "act_grad":
         z = load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
+        if len(targets) == 2:
+            z = tied(z, acc, APPROX)
         dz = acc * act_grad(z, ACTIVATION, APPROX)
         store_tile(targets[0], dz.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
         if len(targets) == 2:
             store_tile(targets[1], act(z, ACTIVATION, APPROX).to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
     elif EPILOGUE == "gated_grad":
         g = load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
+        if len(targets) == 3:
+            g = tied(g, acc, APPROX)
         act_g = act(g, ACTIVATION, APPROX)
         du = acc * act_g
         store_tile(targets[1], du.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
@@ -244,26 +245,12 @@ def _epilogue(
 
 
 @triton.jit
-def _halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The left and the right half of a tile [BLOCK_M, BLOCK_N]; no data moves between threads."""
-    return tl.split(tile.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
-
-
-@triton.jit
-def _store_partial(dst, tile, split, m, n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Leave the product of one part of K in a workspace [splits, M, N]."""
-    ptrs, mask = tile_pointers(dst + tl.cast(split, tl.int64) * M * N, m, n, M, N, N, 1, BLOCK_M, BLOCK_N)
-    tl.store(ptrs, tile, mask=mask)
-
-
-@triton.jit
-def _store_row_sum(dst, row_sum, m, M, wanted, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The column of tiles that holds the sums, for which ``wanted`` is true, writes them."""
-    offs_m = m + tl.arange(0, BLOCK_M)
-    mask = (offs_m < M) & wanted
-    if ACCUMULATE:
-        row_sum += tl.load(dst + offs_m, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dst + offs_m, row_sum.to(dst.dtype.element_ty), mask=mask)
+def _total(row_sum, wanted, BLOCK_M: tl.constexpr):
+    """The sums of rows [BLOCK_M], zeros unless ``wanted``: between warps they take many wavefronts."""
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if wanted:
+        total = tl.sum(row_sum, 1)
+    return total
 
 
 # --------------------------------------------------------------------------------------------------- kernels
@@ -304,8 +291,8 @@ def _gemm_kernel(
     MAX_IMPRECISE_ACC: tl.constexpr,  # fp8 products summed in the tensor core's own 14 bits before fp32; None: any
     ROW_SCALES: tl.constexpr,  # scales by row and column, not one for each operand
     UPCAST: tl.constexpr,  # the interpreter's bf16 dot is wrong: multiply in fp32 there
-    # Beside asynchronous products Triton gives a tile that a sum reads too one buffer less than they need, and the next
-    # load overwrites it beneath them (triton-lang/triton#6691): what is summed is loaded again.
+    # A tile that a sum reads too has no swizzle in shared memory, and beside asynchronous products Triton gives it one
+    # buffer less than they need (triton-lang/triton#6691): on NVIDIA's chips what is summed is loaded again.
     RELOAD: tl.constexpr,
     USE_TMA: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,  # what the epilogue reads and writes has the alignment that TMA asks for
@@ -398,14 +385,15 @@ def _gemm_kernel(
                 acc = acc.T
 
             if PARTIAL:
-                _store_partial(target_ptrs[i][0], acc, split, m, n, M, N, BLOCK_M, BLOCK_N)
+                store_partial(target_ptrs[i][0], acc, split, m, n, M, N, BLOCK_M, BLOCK_N)
                 if COMBINE == "gated":
-                    _store_partial(target_ptrs[i][1], acc_up, split, m, n, M, N, BLOCK_M, BLOCK_N)
+                    store_partial(target_ptrs[i][1], acc_up, split, m, n, M, N, BLOCK_M, BLOCK_N)
                 if row_sum_ptrs[i] is not None:
-                    _store_row_sum(row_sum_ptrs[i] + split * M, tl.sum(row_sum, 1), m, M, n == 0, False, BLOCK_M)
+                    total = _total(row_sum, n == 0, BLOCK_M)
+                    store_row_sum(row_sum_ptrs[i] + split * M, total, m, M, n == 0, False, BLOCK_M)
             elif EPILOGUE == "send":
                 if EPILOGUE_SUBTILE:
-                    left, right = _halves(acc, BLOCK_M, BLOCK_N)
+                    left, right = halves(acc, BLOCK_M, BLOCK_N)
                     send_tile(left.to(dtype), m, n, M, N, send_ptrs, BLOCK_M, OUT_N)
                     send_tile(right.to(dtype), m, n + OUT_N, M, N, send_ptrs, BLOCK_M, OUT_N)
                 else:
@@ -413,7 +401,7 @@ def _gemm_kernel(
                 announce(m, M, N, send_ptrs, epoch, BLOCK_M, BLOCK_N, FLAGS, CLOCK)
             else:
                 if EPILOGUE_SUBTILE:
-                    left, right = _halves(acc, BLOCK_M, BLOCK_N)
+                    left, right = halves(acc, BLOCK_M, BLOCK_N)
                     _epilogue(
                         left, None, bias_ptrs[i:], scale_ptrs, sources, targets, m, n, M, N,
                         EPILOGUE, ACTIVATION, APPROX, ROW_SCALES, dtype, BLOCK_M, OUT_N, TMA_OUT,
@@ -428,8 +416,8 @@ def _gemm_kernel(
                         EPILOGUE, ACTIVATION, APPROX, ROW_SCALES, dtype, BLOCK_M, OUT_N, TMA_OUT,
                     )  # fmt: skip
                 if row_sum_ptrs[i] is not None:
-                    row_sum = tl.sum(row_sum, 1)
-                    _store_row_sum(row_sum_ptrs[i], row_sum, m, M, n == 0, EPILOGUE == "accumulate", BLOCK_M)
+                    total = _total(row_sum, n == 0, BLOCK_M)
+                    store_row_sum(row_sum_ptrs[i], total, m, M, n == 0, EPILOGUE == "accumulate", BLOCK_M)
         tiles_before += tiles * splits
     if wait_ptrs is not None and tl.program_id(0) == 0:
         wait_for_all(wait_ptrs, epoch, PIECES, FLAGS, CLOCK)
@@ -463,30 +451,20 @@ def _split_sum_kernel(
         M, N = T if Ms is None else Ms[i], Ns[i]
         if tile < tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N):
             m, n = tile_position(tile, None, M, N, BLOCK_M, BLOCK_N, 1)
-            acc = _sum_parts(partial_ptrs[i][0], m, n, M, N, splits, BLOCK_M, BLOCK_N)
+            acc = sum_parts(partial_ptrs[i][0], m, n, M, N, splits, BLOCK_M, BLOCK_N)
             acc_up = None
             if EPILOGUE == "gated":
-                acc_up = _sum_parts(partial_ptrs[i][1], m, n, M, N, splits, BLOCK_M, BLOCK_N)
+                acc_up = sum_parts(partial_ptrs[i][1], m, n, M, N, splits, BLOCK_M, BLOCK_N)
             _epilogue(
                 acc, acc_up, bias_ptrs[i:], scale_ptrs, source_ptrs[i], target_ptrs[i], m, n, M, N,
                 EPILOGUE, ACTIVATION, APPROX, ROW_SCALES, target_ptrs[i][0].dtype.element_ty, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
-            if row_sum_ptrs[i] is not None:
+            if row_sum_ptrs[i] is not None and n == 0:
                 offs_m = m + tl.arange(0, BLOCK_M)
                 row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
                 for split in range(splits):
                     row_sum += tl.load(partial_sum_ptrs[i] + split * M + offs_m, mask=offs_m < M, other=0.0)
-                _store_row_sum(row_sum_ptrs[i], row_sum, m, M, n == 0, EPILOGUE == "accumulate", BLOCK_M)
-
-
-@triton.jit
-def _sum_parts(src, m, n, M, N, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile at (m, n) of a workspace [splits, M, N], summed over the parts."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    ptrs, mask = tile_pointers(src, m, n, M, N, N, 1, BLOCK_M, BLOCK_N)
-    for split in range(splits):
-        acc += tl.load(ptrs + tl.cast(split, tl.int64) * M * N, mask=mask, other=0.0)
-    return acc
+                store_row_sum(row_sum_ptrs[i], row_sum, m, M, n == 0, EPILOGUE == "accumulate", BLOCK_M)
 
 
 # -------------------------------------------------------------------------- an activation's gradient by itself

@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 _POINTERS = "ptrs = ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_col.to(tl.int64)[None, :] * stride_col"
 _DOT = "acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION, max_num_imprecise_acc=MAX_IMPRECISE_ACC)"
-_UP = "up_tile = load_tile(b_up, n, k, N, K, b_up_strides"
+_UP = "up_tile = load_operand(b_up, k, n, K, N, b_up_strides"
 
 FAULTS = (
     # GEMM
@@ -60,7 +60,7 @@ FAULTS = (
     ),
     Fault(
         "linear_act",
-        "linear/triton.py",
+        "linear/tiles.py",
         "for split in range(splits):\n        acc +=",
         "for split in range(1, splits):\n        acc +=",
         "split K: the first part is not added",
@@ -75,7 +75,7 @@ FAULTS = (
     ),
     Fault(
         "linear_act",
-        "linear/triton.py",
+        "linear/tiles.py",
         "mask = (offs_m < M) & wanted",
         "mask = offs_m < M",
         "every column of tiles writes the row sums",
@@ -93,11 +93,33 @@ FAULTS = (
     Fault(
         "linear_act",
         "linear/tiles.py",
+        "cols, (strides[1], strides[0])",
+        "cols, strides",
+        "pointers of a turned operand step along its rows",
+    ),
+    Fault(
+        "linear_act",
+        "linear/triton.py",
+        "    if wanted:\n        total",
+        "    if not wanted:\n        total",
+        "the column of tiles that has the row sums leaves them out",
+    ),
+    Fault(
+        "dgrad_act",
+        "linear/activations.py",
+        '"mov.b32 $0, $1;"',
+        '"mov.b32 $0, $2;"',
+        "the activation is that of the product",
+        ("interpreter",),
+    ),
+    Fault(
+        "linear_act",
+        "linear/tiles.py",
         "rows = min(tiles_m - first_m, GROUP_M)",
         "rows = GROUP_M",
         "the last group of tiles is taken for a whole one",
     ),
-    Fault("gated_linear", "linear/triton.py", _UP, _UP.replace("b_up, n", "b, n"), "both products multiply the gate"),
+    Fault("gated_linear", "linear/triton.py", _UP, _UP.replace("b_up, k", "b, k"), "both products multiply the gate"),
     Fault(
         "dgrad_act",
         "linear/activations.py",
