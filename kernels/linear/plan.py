@@ -146,6 +146,7 @@ def plan_launch(*fields: Any) -> Plan:
             "MAX_IMPRECISE_ACC": config.block_k if gemm.fp32_sums else None,
             **({"ROW_SCALES": False} if split else row_scales),
             "UPCAST": call.arch == device.INTERPRETER,
+            # A tile that a sum reads too has no swizzle in shared memory either: ldmatrix takes 32 wavefronts for 4.
             "RELOAD": call.arch.startswith("sm_"),
             "USE_TMA": config.use_tma,
             "OUT_ALIGNED": config.use_tma and gemm.out_aligned,

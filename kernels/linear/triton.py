@@ -291,8 +291,8 @@ def _gemm_kernel(
     MAX_IMPRECISE_ACC: tl.constexpr,  # fp8 products summed in the tensor core's own 14 bits before fp32; None: any
     ROW_SCALES: tl.constexpr,  # scales by row and column, not one for each operand
     UPCAST: tl.constexpr,  # the interpreter's bf16 dot is wrong: multiply in fp32 there
-    # A tile that a sum reads too has no swizzle in shared memory, and beside asynchronous products Triton gives it one
-    # buffer less than they need (triton-lang/triton#6691): on NVIDIA's chips what is summed is loaded again.
+    # Beside asynchronous products Triton gives a tile that a sum reads too one buffer less than they need, and the next
+    # load overwrites it beneath them (triton-lang/triton#6691): what is summed is loaded again.
     RELOAD: tl.constexpr,
     USE_TMA: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,  # what the epilogue reads and writes has the alignment that TMA asks for
