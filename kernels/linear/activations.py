@@ -88,13 +88,13 @@ def _gate(z, ACTIVATION: tl.constexpr, APPROX: tl.constexpr):
 
 
 @triton.jit
-def tied(z, acc, APPROX: tl.constexpr):
-    """z itself, in the layout of ``acc``.
+def tied(z, acc, ACTIVATION: tl.constexpr, APPROX: tl.constexpr):
+    """z itself, in the layout of ``acc`` where the activation has a gate.
 
     What is made of it for two results has one layout then: Triton computes a gate again in each layout that a store
     asks for, where converting a result is cheaper. An instruction with side effects is never repeated.
     """
-    if APPROX:
+    if APPROX and ACTIVATION != "relu" and ACTIVATION != "squared_relu":
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [z, acc], dtype=tl.float32, is_pure=False, pack=1)
     else:
         return z

@@ -221,7 +221,7 @@ def _epilogue(
     elif EPILOGUE == "act_grad":
         z = load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
         if len(targets) == 2:
-            z = tied(z, acc, APPROX)
+            z = tied(z, acc, ACTIVATION, APPROX)
         dz = acc * act_grad(z, ACTIVATION, APPROX)
         store_tile(targets[0], dz.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
         if len(targets) == 2:
@@ -229,7 +229,7 @@ def _epilogue(
     elif EPILOGUE == "gated_grad":
         g = load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
         if len(targets) == 3:
-            g = tied(g, acc, APPROX)
+            g = tied(g, acc, ACTIVATION, APPROX)
         act_g = act(g, ACTIVATION, APPROX)
         du = acc * act_g
         store_tile(targets[1], du.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
