@@ -30,6 +30,7 @@ import triton.language as tl
 from ..norm.triton import _merge, _put_out
 from ..runtime.signals import CHUNKS, DONE, EPOCH, GAVE_UP, LIMIT_MS
 from ..runtime.signals_triton import _now, _report, _ticks, arrived_last, exchange_of, flag_index, spin_on_flags
+from ..runtime.vectors_triton import in_vectors
 
 _CHUNKS = tl.constexpr(CHUNKS)
 _DONE = tl.constexpr(DONE)
@@ -124,9 +125,9 @@ def _finish(
     D: tl.constexpr, BLOCK_D: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """s and, if there is a y, y of a row from its sum."""
-    here = tl.cast(row, tl.int64) * D + cols
+    here = tl.cast(row, tl.int64) * D + cols[None, :]
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(bias_ptr + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         total += tl.load(residual_ptr + here, mask=mask, other=0.0).to(tl.float32)
     rounded = total.to(s_ptr.dtype.element_ty)
@@ -137,7 +138,7 @@ def _finish(
         mean, squares = _merge(nothing, nothing, s, mask, 0, D, BLOCK_D, CENTRED, True)
         rstd = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(squares / D + eps))
         rows = tl.zeros((1,), tl.int64) + row
-        _put_out(s, mean, rstd, y_ptr, weight_ptr, norm_bias_ptr, rows, tl.arange(0, BLOCK_D), mask, weight_offset, D)
+        _put_out(s, mean, rstd, y_ptr, weight_ptr, norm_bias_ptr, rows, cols, mask, weight_offset, D)
 
 
 @triton.jit(do_not_specialize=["T", "per", "epoch", "slot_stride"])
@@ -180,21 +181,22 @@ def _reduce_kernel(
         now = epoch
         offset = 0
     own_ptr = tl.multiple_of(slot_ptr + offset, 16)
-    cols = tl.arange(0, BLOCK_D)[None, :]
-    mask = cols < D  # [1, BLOCK_D]
+    cols = in_vectors(slot_ptr, s_ptr, s_ptr if y_ptr is None else y_ptr, BLOCK_D)
+    mask = (cols < D)[None, :]
+    across = cols[None, :]
     source = rank.to(tl.int64) * per  # the first row of this rank's addend in a slot
     sums = per.to(tl.int64) * R  # the first row of the slot's second part
 
     if x_ptr is not None:
         for row in range(b, T, PROGRAMS):
-            tile = tl.load(x_ptr + tl.cast(row, tl.int64) * D + cols, mask=mask, other=0.0)
+            tile = tl.load(x_ptr + tl.cast(row, tl.int64) * D + across, mask=mask, other=0.0)
             if GATHER:
                 owner = b + row // PROGRAMS
                 at = source + row // (PROGRAMS * R) * PROGRAMS + b
-                _send(tile, at, table_ptr, slot_ptr, offset, owner, cols, mask, D, R, 1, 1)
+                _send(tile, at, table_ptr, slot_ptr, offset, owner, across, mask, D, R, 1, 1)
             else:  # to this rank last: not all to the same at a time
                 at = source + row
-                _send(tile, at, table_ptr, slot_ptr, offset, rank + 1, cols, mask, D, R, R, TOGETHER)
+                _send(tile, at, table_ptr, slot_ptr, offset, rank + 1, across, mask, D, R, R, TOGETHER)
         _raise_everywhere(table_ptr, state_ptr, size, flag_index(0, rank, b, R), now, R, LANES)
         _wait_everywhere(pad_ptr, flag_index(0, 0, b, R), now, state_ptr, report_ptr, R, LANES, CLOCK)
     else:
@@ -214,10 +216,10 @@ def _reduce_kernel(
             at = row - rank * per
         else:
             at = row // (PROGRAMS * R) * PROGRAMS + b if GATHER else row
-        total = _total(own_ptr, at, per, cols, mask, D, R, TOGETHER)
+        total = _total(own_ptr, at, per, across, mask, D, R, TOGETHER)
         if GATHER:
             t = total.to(slot_ptr.dtype.element_ty)
-            _send(t, sums + row, table_ptr, slot_ptr, offset, rank + 1, cols, mask, D, R, R, TOGETHER)
+            _send(t, sums + row, table_ptr, slot_ptr, offset, rank + 1, across, mask, D, R, R, TOGETHER)
         else:
             _finish(
                 total, at, residual_ptr, bias_ptr, weight_ptr, norm_bias_ptr, y_ptr, s_ptr, cols, mask,
@@ -233,7 +235,7 @@ def _reduce_kernel(
         rows_each = T if x_ptr is not None else per
         for owner in range(owners):
             for row in range(owner * rows_each + b, tl.minimum((owner + 1) * rows_each, T), PROGRAMS):
-                t = _total(own_ptr, sums + row, 0, cols, mask, D, 1, 1)
+                t = _total(own_ptr, sums + row, 0, across, mask, D, 1, 1)
                 _finish(
                     t, row, residual_ptr, bias_ptr, weight_ptr, norm_bias_ptr, y_ptr, s_ptr, cols, mask,
                     eps, weight_offset, D, BLOCK_D, CENTRED,

@@ -13,6 +13,7 @@ from ..rope.config import NUM_WARPS, pick_config
 from ..runtime import alloc, device
 from ..runtime.chips import converts_e4m3, rounds_fp8_twice
 from ..runtime.dtypes import LARGEST
+from ..runtime.vectors import told
 from . import triton as kernels
 from .reference import Scale
 
@@ -72,7 +73,7 @@ class _Call(NamedTuple):
     split: bool  # K and V in caches of their own
     largest: float
     written: tuple[bool, bool]  # whether the scales of k and v are written
-    itemsize: int  # of k
+    itemsizes: tuple[int, int]  # of k, and of the cache
     kinds: tuple[Any, ...]  # what Triton specialises the kernel on: (dtype, aligned) of each tensor
     strides: tuple[tuple[int, ...], ...]
     table_stride: int
@@ -120,7 +121,7 @@ def _write(
         v_cache is not None,
         largest,
         (k_scale.written is not None, v_scale.written is not None),
-        k.dtype.itemsize,
+        (k.dtype.itemsize, kv_cache.dtype.itemsize),
         device.kinds_of(tensors),
         tuple([(0, 0, 0) if x is None else x.stride() for x in (*tensors[:6], k_scale.written, v_scale.written)]),
         0 if cos is None else cos.stride(0),
@@ -134,7 +135,7 @@ def _write(
 def _plan(call: _Call) -> tuple[device.Prepared, int]:
     T, N, K, H, V, page_size = call.sizes
     rest = H - 2 * call.half
-    config = pick_config(call.arch, N, K, row=max(2 * call.half, rest, V), itemsize=call.itemsize)
+    config = pick_config(call.arch, N, K, row=max(2 * call.half, rest, V), itemsize=call.itemsizes[0])
     q, k, v, q_out, k_cache, v_cache, k_scale, v_scale = call.strides
     kernel = device.Prepared(
         kernels._write_kv_kernel,
@@ -162,8 +163,12 @@ def _plan(call: _Call) -> tuple[device.Prepared, int]:
             "LARGEST": call.largest,
             "WRITE_K_SCALE": call.written[0],
             "WRITE_V_SCALE": call.written[1],
-            "NATIVE_FP8": converts_e4m3(call.arch) and not rounds_fp8_twice(call.arch),
+            "NATIVE_FP8": _rounds_natively(call.arch),
             "EMULATE": call.arch == device.INTERPRETER,
+            "ALIGN": told((*q[:2], *k[:2], *v[:2], *q_out[:2]), call.itemsizes[0]),
+            "TABLE_ALIGN": told((call.table_stride,), 4),
+            "CACHE_ALIGN": told((*k_cache[:3], *v_cache[:3]), call.itemsizes[1]),
+            "RUN": _run(call),
             "BLOCK_TQ": config.block_tq,
             "BLOCK_N": config.block_n,
             "BLOCK_TK": config.block_tk,
@@ -178,6 +183,20 @@ def _plan(call: _Call) -> tuple[device.Prepared, int]:
     )
     q_tiles = triton.cdiv(T, config.block_tq) * triton.cdiv(N, config.block_n)
     return kernel, q_tiles + 2 * triton.cdiv(T, config.block_tk) * triton.cdiv(K, config.block_k)
+
+
+def _run(call: _Call) -> int:
+    """Elements that a thread takes in a row: what are 16 bytes of the wider of k and the cache.
+
+    But 16 codes that take the chip many instructions each, where nothing is rotated: issue slots bind these kernels,
+    and a thread would find the pages of two rows for one (int8: 792 cycles of a block for 722, memory's are 692).
+    """
+    codes = call.itemsizes[1] == 1 and (call.largest == LARGEST[torch.int8] or not _rounds_natively(call.arch))
+    return 16 if codes and not call.half else 16 // max(call.itemsizes)
+
+
+def _rounds_natively(arch: str) -> bool:
+    return converts_e4m3(arch) and not rounds_fp8_twice(arch)
 
 
 # ---------------------------------------------------------------------------------------------------- copies

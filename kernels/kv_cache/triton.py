@@ -21,20 +21,32 @@ import triton.language as tl
 
 from ..runtime.fp8_bits import fp32_to_e4m3_bits
 from ..runtime.sums_triton import product
+from ..runtime.vectors_triton import multiple
 
 TINY = tl.constexpr(2.0**-126)  # the smallest normal number: its inverse is finite
 ROUND = tl.constexpr(1.5 * 2.0**23)  # adding it leaves no bits behind the point, ties to even
 
 
 @triton.jit
-def _read(x_row, mask_r, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+def _columns(BLOCK: tl.constexpr, RUN: tl.constexpr):
+    """0 .. BLOCK - 1, [1, BLOCK], of which a thread takes RUN in a row at most.
+
+    x and what is stored share their threads: with 16 bytes of a narrow cache each would load 32 or 64 bytes of x, by
+    requests that each touch all their sectors.
+    """
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), RUN if RUN < BLOCK else BLOCK)
+    return columns[None, :]
+
+
+@triton.jit
+def _read(x_row, mask_r, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
           BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr):  # fmt: skip
     """Heads that start at x_row [R, 1], as parts in fp32: (a, b, rest), of which HALF or REST may be 0 and left out."""
     parts = ()
     if HALF > 0:
-        offs_i = tl.arange(0, BLOCK_HALF)[None, :]
+        offs_i = _columns(BLOCK_HALF, RUN)
         if INTERLEAVED:
-            offs_p = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+            offs_p = _columns(2 * BLOCK_HALF, RUN)
             pairs = tl.load(x_row + offs_p, mask=mask_r & (offs_p < 2 * HALF), other=0.0)
             a, b = tl.split(tl.reshape(pairs, (pairs.shape[0], BLOCK_HALF, 2)))
         else:
@@ -43,7 +55,7 @@ def _read(x_row, mask_r, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl
             b = tl.load(x_row + HALF + offs_i, mask=mask, other=0.0)
         parts += (a.to(tl.float32), b.to(tl.float32))
     if REST > 0:
-        offs_c = tl.arange(0, BLOCK_REST)[None, :]
+        offs_c = _columns(BLOCK_REST, RUN)
         c = tl.load(x_row + 2 * HALF + offs_c, mask=mask_r & (offs_c < REST), other=0.0)
         parts += (c.to(tl.float32),)
     return parts
@@ -51,19 +63,19 @@ def _read(x_row, mask_r, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl
 
 @triton.jit
 def _write(out_row, parts, mask_r, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-           BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr):  # fmt: skip
+           RUN: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr):  # fmt: skip
     """The opposite of ``_read``; ``parts`` in the dtype that is stored."""
     if HALF > 0:
-        offs_i = tl.arange(0, BLOCK_HALF)[None, :]
+        offs_i = _columns(BLOCK_HALF, RUN)
         if INTERLEAVED:
-            offs_p = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+            offs_p = _columns(2 * BLOCK_HALF, RUN)
             tl.store(out_row + offs_p, tl.interleave(parts[0], parts[1]), mask=mask_r & (offs_p < 2 * HALF))
         else:
             mask = mask_r & (offs_i < HALF)
             tl.store(out_row + offs_i, parts[0], mask=mask)
             tl.store(out_row + HALF + offs_i, parts[1], mask=mask)
     if REST > 0:
-        offs_c = tl.arange(0, BLOCK_REST)[None, :]
+        offs_c = _columns(BLOCK_REST, RUN)
         tl.store(out_row + 2 * HALF + offs_c, parts[len(parts) - 1], mask=mask_r & (offs_c < REST))
 
 
@@ -158,25 +170,28 @@ def _computed(
     H: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TABLE_ALIGN: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
     """The rows' heads in parts, normalised and rotated."""
     REST: tl.constexpr = H - 2 * HALF
-    x_row = x_ptr + (token * strides[0] + head * strides[1])[:, None]
+    x_row = x_ptr + (token * multiple(strides[0], ALIGN) + head * multiple(strides[1], ALIGN))[:, None]
     mask_r = mask_r[:, None]
-    parts = _read(x_row, mask_r, HALF, REST, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+    parts = _read(x_row, mask_r, HALF, REST, INTERLEAVED, RUN, BLOCK_HALF, BLOCK_REST)
     if norm_ptr is not None:
         weights = _read(norm_ptr + tl.zeros((1, 1), tl.int32), tl.full((1, 1), True, tl.int1), HALF, REST, INTERLEAVED,
-                        BLOCK_HALF, BLOCK_REST)  # fmt: skip
+                        RUN, BLOCK_HALF, BLOCK_REST)  # fmt: skip
         parts = _normalised(parts, weights, eps, norm_offset, H)
     if HALF > 0:
-        offs_i = tl.arange(0, BLOCK_HALF)[None, :]
+        offs_i = _columns(BLOCK_HALF, RUN)
         if BLOCK_T == 1:  # all rows share the token's tables
-            table, mask = first * table_stride + offs_i, offs_i < HALF
+            table, mask = first * multiple(table_stride, TABLE_ALIGN) + offs_i, offs_i < HALF
         else:
-            table, mask = token[:, None] * table_stride + offs_i, mask_r & (offs_i < HALF)
+            table, mask = token[:, None] * multiple(table_stride, TABLE_ALIGN) + offs_i, mask_r & (offs_i < HALF)
         cos = tl.load(cos_ptr + table, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + table, mask=mask, other=0.0)
         parts = _rotated(parts, cos, sin)
@@ -202,6 +217,8 @@ def _store_in_pages(
     WRITE_SCALE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     EMULATE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
@@ -217,8 +234,9 @@ def _store_in_pages(
     else:
         inverse = None
     parts = _quantised(parts, inverse, cache_ptr.dtype.element_ty, NATIVE_FP8, EMULATE)
-    row = cache_ptr + FIRST + (page * strides[0] + head * strides[1] + offset * strides[2])[:, None]
-    _write(row, parts, mask_r[:, None], HALF, H - 2 * HALF, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+    where = page * multiple(strides[0], ALIGN) + head * multiple(strides[1], ALIGN)
+    row = cache_ptr + FIRST + (where + offset * multiple(strides[2], ALIGN))[:, None]
+    _write(row, parts, mask_r[:, None], HALF, H - 2 * HALF, INTERLEAVED, RUN, BLOCK_HALF, BLOCK_REST)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -261,6 +279,10 @@ def _write_kv_kernel(
     WRITE_V_SCALE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,  # whether the chip rounds to fp8, in one step
     EMULATE: tl.constexpr,  # the interpreter's cast to bf16 cuts off
+    ALIGN: tl.constexpr,  # divides the strides of q, k and v
+    TABLE_ALIGN: tl.constexpr,
+    CACHE_ALIGN: tl.constexpr,
+    RUN: tl.constexpr,  # elements that a thread takes in a row
     BLOCK_TQ: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TK: tl.constexpr,
@@ -278,11 +300,12 @@ def _write_kv_kernel(
             first, token, head, mask_r = _rows_of(tile, T, N, BLOCK_TQ, BLOCK_N)
             q = _computed(
                 q_ptr, q_norm_ptr, cos_ptr, sin_ptr, first, token, head, mask_r, q_strides, table_stride, eps,
-                norm_offset, H, HALF, INTERLEAVED, BLOCK_TQ, BLOCK_HALF, BLOCK_REST,
+                norm_offset, H, HALF, INTERLEAVED, ALIGN, TABLE_ALIGN, RUN, BLOCK_TQ, BLOCK_HALF, BLOCK_REST,
             )  # fmt: skip
             q = _quantised(q, None, q_out_ptr.dtype.element_ty, False, EMULATE)
-            row = q_out_ptr + (token * q_out_strides[0] + head * q_out_strides[1])[:, None]
-            _write(row, q, mask_r[:, None], HALF, H - 2 * HALF, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+            row = token * multiple(q_out_strides[0], ALIGN) + head * multiple(q_out_strides[1], ALIGN)
+            row = q_out_ptr + row[:, None]
+            _write(row, q, mask_r[:, None], HALF, H - 2 * HALF, INTERLEAVED, RUN, BLOCK_HALF, BLOCK_REST)
     else:
         tile -= q_tiles
         first, token, head, mask_r = _rows_of(tile % kv_tiles, T, K, BLOCK_TK, BLOCK_K)
@@ -291,20 +314,21 @@ def _write_kv_kernel(
         if tile < kv_tiles:
             k = _computed(
                 k_ptr, k_norm_ptr, cos_ptr, sin_ptr, first, token, head, mask_r, k_strides, table_stride, eps,
-                norm_offset, H, HALF, INTERLEAVED, BLOCK_TK, BLOCK_HALF, BLOCK_REST,
+                norm_offset, H, HALF, INTERLEAVED, ALIGN, TABLE_ALIGN, RUN, BLOCK_TK, BLOCK_HALF, BLOCK_REST,
             )  # fmt: skip
             _store_in_pages(
                 k_cache_ptr, k_scale_ptr, k, slot, head, mask_r, k_cache_strides, k_scale_strides, 0, H, HALF,
-                INTERLEAVED, PAGE_SIZE, LARGEST, WRITE_K_SCALE, NATIVE_FP8, EMULATE, BLOCK_HALF, BLOCK_REST,
+                INTERLEAVED, PAGE_SIZE, LARGEST, WRITE_K_SCALE, NATIVE_FP8, EMULATE, CACHE_ALIGN, RUN, BLOCK_HALF,
+                BLOCK_REST,
             )  # fmt: skip
         else:
             v = _computed(
                 v_ptr, None, None, None, first, token, head, mask_r, v_strides, 0, eps, norm_offset,
-                V_SIZE, 0, False, BLOCK_TK, 1, BLOCK_V,
+                V_SIZE, 0, False, ALIGN, 1, RUN, BLOCK_TK, 1, BLOCK_V,
             )  # fmt: skip
             _store_in_pages(
                 v_cache_ptr, v_scale_ptr, v, slot, head, mask_r, v_cache_strides, v_scale_strides, V_FIRST, V_SIZE,
-                0, False, PAGE_SIZE, LARGEST, WRITE_V_SCALE, NATIVE_FP8, EMULATE, 1, BLOCK_V,
+                0, False, PAGE_SIZE, LARGEST, WRITE_V_SCALE, NATIVE_FP8, EMULATE, CACHE_ALIGN, RUN, 1, BLOCK_V,
             )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from ..dropout.triton import keep_mask
 from ..runtime.sums_triton import product
+from ..runtime.vectors_triton import in_vectors
 
 
 @triton.jit
@@ -126,7 +127,7 @@ def _norm_fwd_kernel(
     """y, and what backward needs. Grid: (blocks of rows,)."""
     CENTRED: tl.constexpr = mean_ptr is not None
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
-    cols = tl.arange(0, BLOCK_D)
+    cols = in_vectors(x_ptr, x_ptr if s_ptr is None else s_ptr, y_ptr, BLOCK_D)
     mask = (rows < T)[:, None] & (cols < D)[None, :]  # [BLOCK_T, BLOCK_D]
     mean = tl.zeros((BLOCK_T,), tl.float32)
     squares = tl.zeros((BLOCK_T,), tl.float32)
@@ -254,7 +255,7 @@ def _norm_bwd_kernel(
     CENTRED: tl.constexpr = mean_ptr is not None
     FIRST: tl.constexpr = "" if N == 1 else "evict_last"
     first = tl.program_id(0)
-    cols = tl.arange(0, BLOCK_D)
+    cols = in_vectors(dy_ptr, s_ptr, s_ptr if dx_ptr is None else dx_ptr, BLOCK_D)
     dweight = ()
     dbias = ()
     for _ in tl.static_range(N):
@@ -335,7 +336,7 @@ def _norm_bwd_wide_kernel(
 ):
     """As ``_norm_bwd_kernel`` for rows of any width, without the parameters. Grid: (blocks of rows,)."""
     CENTRED: tl.constexpr = mean_ptr is not None
-    cols = tl.arange(0, BLOCK_D)
+    cols = in_vectors(dy_ptr, s_ptr, s_ptr if dx_ptr is None else dx_ptr, BLOCK_D)
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     rstd, mean = _statistics(rstd_ptr, mean_ptr, rows, T)
     gx = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
@@ -380,7 +381,7 @@ def _norm_params_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """The parameters' gradients alone, summed over stripes of rows. Grid: (blocks of columns, stripes)."""
-    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    cols = tl.program_id(0) * BLOCK_D + in_vectors(dy_ptr, s_ptr, s_ptr, BLOCK_D)
     stripe = tl.program_id(1)
     dweight = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dbias = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)

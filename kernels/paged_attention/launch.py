@@ -12,6 +12,7 @@ import triton
 
 from ..runtime import alloc, device, fences, tuning
 from ..runtime.chips import converts_e4m3, multiplies_asynchronously
+from ..runtime.vectors import told
 from . import plan_triton
 from . import triton as kernels
 from .config import Problem, forced
@@ -21,9 +22,10 @@ from .plan import Section, max_units, sections
 _LOG2E = math.log2(math.e)
 _PLAN_BLOCK = 128  # sequences, or items, that a program of the plan handles at once
 _PLAN_WARPS = 2
-_MERGE_ELEMENTS = 2048  # of partial results, at a time
-_MERGE_WARPS = 4
-_MERGE_ROWS = 16  # programs for a tile
+_MERGE_PARTS = 16  # at a time
+_MERGE_ROWS = 4  # at a time: their maxima and sums fill a sector
+_MERGE_COLUMNS = 4  # that a thread holds of each part: 16 bytes
+_MERGE_PROGRAMS = 16  # for a tile of one KV head, at most
 
 # q, keys, values, block_tables, seq_lens, query_start_loc
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -112,8 +114,8 @@ def _fenced(arch: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Te
 
 
 def _copied(cache: torch.Tensor) -> bool:
-    """Whether the kernel is compiled for rows that begin at multiples of 16 elements, which cp.async can load."""
-    return not cache.data_ptr() & 15 and not any(stride & 15 for stride in cache.stride()[:3])
+    """Whether the kernel is compiled for rows that begin at multiples of 16 bytes, which cp.async can load."""
+    return not cache.data_ptr() & 15 and not any(stride * cache.itemsize & 15 for stride in cache.stride()[:3])
 
 
 def make_plan(tensors: Tensors, options: AttentionOptions, invariant: bool, bounds: Bounds) -> Plan:
@@ -278,7 +280,9 @@ def _launches_of(problem: Problem, section: Section, layout: _Layout) -> _Launch
     grid = (section.max_items, problem.kv_heads, 1)
     if not section.max_slots:
         return _Launches(attend, grid, None, (0, 0, 0), 0)
-    merge_grid = (section.max_merges, problem.kv_heads, min(_MERGE_ROWS, section.part_rows))
+    blocks = triton.cdiv(problem.kv_heads * section.part_rows, _MERGE_ROWS)
+    columns = triton.cdiv(problem.v_size, _merged_columns(problem))
+    merge_grid = (section.max_merges, min(blocks, problem.kv_heads * _MERGE_PROGRAMS), columns)
     merge = _merging(problem, section, layout, rows)
     return _Launches(attend, grid, merge, merge_grid, rows * (problem.v_size + 2))
 
@@ -288,6 +292,7 @@ def _attending(problem: Problem, section: Section, layout: _Layout, part_rows: i
     wide, precision = _product(problem, layout.tf32)
     # For operands in registers: wgmma's (64 rows) stay in shared memory. On AMD's chips two products take too many.
     pairs = layout.v_pairs and config.block_m < 64 and not problem.arch.startswith("gfx")
+    v_strides = tuple(stride // (1 + pairs) for stride in layout.v_strides[:3])
     rest = {
         "part_rows": part_rows,
         "header_at": section.header_at,
@@ -299,14 +304,16 @@ def _attending(problem: Problem, section: Section, layout: _Layout, part_rows: i
         "stride_table": layout.table_stride,
         "stride_tree": None if layout.tree is None else layout.tree[0],
         "q_strides": layout.q_strides[:2],
-        "out_strides": (problem.group * problem.kv_heads * problem.v_size, problem.v_size),
         "k_strides": layout.k_strides[:3],
-        "v_strides": tuple(stride // (1 + pairs) for stride in layout.v_strides[:3]),
+        "v_strides": v_strides,
         "k_scale_strides": layout.k_scales or (0, 0, 0),
         "v_scale_strides": layout.v_scales or (0, 0, 0),
         "GROUP": problem.group,
         "HEAD_SIZE": problem.head_size,
         "V_SIZE": problem.v_size,
+        "Q_ALIGN": told(layout.q_strides[:2], problem.q_dtype.itemsize),
+        "K_ALIGN": told(layout.k_strides[:3], problem.kv_dtype.itemsize),
+        "V_ALIGN": told(v_strides, problem.kv_dtype.itemsize * (1 + pairs)),
         "PAGE_SIZE": layout.page_size,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -322,6 +329,9 @@ def _attending(problem: Problem, section: Section, layout: _Layout, part_rows: i
         "UPCAST": problem.arch == device.INTERPRETER,
         "PAIRS": pairs,
         "PTX": problem.arch.startswith("sm_"),
+        # Asynchronous products read widened codes from shared memory: 16 codes, 32 bytes, would be stored at two
+        # wavefronts for one.
+        "RUN": 8 if config.block_m >= 64 and multiplies_asynchronously(problem.arch) else 16,
     }
     return device.Prepared(
         kernels._paged_attention_fwd_kernel,
@@ -332,24 +342,28 @@ def _attending(problem: Problem, section: Section, layout: _Layout, part_rows: i
     )
 
 
+def _merged_columns(problem: Problem) -> int:
+    """Of a program that merges ``_MERGE_ROWS`` rows: what one warp holds."""
+    lanes = 64 if problem.arch.startswith("gfx") else 32
+    return min(_MERGE_COLUMNS * lanes // _MERGE_ROWS, triton.next_power_of_2(problem.v_size))
+
+
 def _merging(problem: Problem, section: Section, layout: _Layout, part_rows: int) -> device.Prepared:
-    block_v = max(16, triton.next_power_of_2(problem.v_size))
     rest = {
         "part_rows": part_rows,
+        "kv_heads": problem.kv_heads,
         "header_at": section.header_at,
         "merges_at": section.merges_at,
-        "out_strides": (problem.group * problem.kv_heads * problem.v_size, problem.v_size),
         "GROUP": problem.group,
         "V_SIZE": problem.v_size,
         "PART_ROWS": section.part_rows,
-        "BLOCK_V": block_v,
-        "BLOCK_P": 1 if problem.invariant else _MERGE_ELEMENTS // block_v,
+        "BLOCK_R": _MERGE_ROWS,
+        "BLOCK_V": _merged_columns(problem),
+        "BLOCK_P": 1 if problem.invariant else _MERGE_PARTS,
         "QUANTA": problem.invariant,
         "V_SCALES": _scales(layout.v_scales),
     }
-    return device.Prepared(
-        kernels._merge_kernel, rest, num_warps=_MERGE_WARPS, num_stages=2, config=f"merge-{section.config}"
-    )
+    return device.Prepared(kernels._merge_kernel, rest, num_warps=1, num_stages=1, config=f"merge-{section.config}")
 
 
 def _product(problem: Problem, tf32: bool) -> tuple[bool, str]:

@@ -30,6 +30,15 @@ def _amounts(q_len, keys, above, upto, block_m, unit, reach, GROUP: tl.constexpr
     return tiles, tl.minimum(tl.cdiv(keys, unit), reach)
 
 
+@triton.jit
+def _store_fields(ptrs, mask, a, b, c, d):
+    """Four integers of each record, numbers or [BLOCK], to ``ptrs`` [BLOCK]: what a thread stores at once."""
+    zero = tl.zeros_like(mask.to(tl.int32))
+    fields = tl.join(tl.join(a + zero, c + zero), tl.join(b + zero, d + zero))  # what is joined last alternates fastest
+    fields = tl.reshape(fields, (mask.shape[0], 4))
+    tl.store(ptrs[:, None] + tl.arange(0, 4)[None, :], fields, mask=mask[:, None])
+
+
 # All numbers change from step to step, or mean nothing to the code.
 @triton.jit(
     do_not_specialize=[
@@ -152,19 +161,10 @@ def _plan_kernel(
         kv_end = tl.where(is_split, tl.minimum(high, kv_begin + chunk * unit), high)
         slot = tl.where(is_split, slots + tile * my_splits + split, -1)
         slot = tl.where(is_split & (split >= parts), -2, slot)
-        item_ptr = plan_ptr + items_at + (items + index) * 8
-        tl.store(item_ptr, q_start, mask=mask)
-        tl.store(item_ptr + 1, q_len, mask=mask)
-        tl.store(item_ptr + 2, keys, mask=mask)
-        tl.store(item_ptr + 3, me, mask=mask)
-        tl.store(item_ptr + 4, first_row, mask=mask)
-        tl.store(item_ptr + 5, kv_begin, mask=mask)
-        tl.store(item_ptr + 6, kv_end, mask=mask)
-        tl.store(item_ptr + 7, slot, mask=mask)
+        item_ptrs = plan_ptr + items_at // 8 * 8 + (items + index) * 8  # records begin at sectors, as the header does
+        _store_fields(item_ptrs, mask, q_start, q_len, keys, me)
+        _store_fields(item_ptrs + 4, mask, first_row, kv_begin, kv_end, slot)
         mask &= is_split & (split == 0) & (merges + tile < max_merges)
-        merge_ptr = plan_ptr + merges_at + (merges + tile) * 8
-        tl.store(merge_ptr, q_start, mask=mask)
-        tl.store(merge_ptr + 1, q_len, mask=mask)
-        tl.store(merge_ptr + 2, first_row, mask=mask)
-        tl.store(merge_ptr + 3, slots + tile * my_splits, mask=mask)
-        tl.store(merge_ptr + 4, parts, mask=mask)
+        merge_ptrs = plan_ptr + merges_at // 8 * 8 + (merges + tile) * 8
+        _store_fields(merge_ptrs, mask, q_start, q_len, first_row, slots + tile * my_splits)
+        _store_fields(merge_ptrs + 4, mask, parts, 0, 0, 0)

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.sums_triton import product
+from ..runtime.vectors_triton import multiple
 from .scores_triton import LOG2E, scores, sees
 from .widen_triton import widen, widen_pairs
 
@@ -115,14 +116,15 @@ def _attend(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     PTX: tl.constexpr,
+    RUN: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add the keys from ``begin``, a multiple of BLOCK_N, to ``end`` to the rows' sums.
 
     Where not MASKED every row sees all of them.
     """
-    offs_h = tl.arange(0, BLOCK_H)
-    offs_v = tl.arange(0, sums[0].shape[1])
+    offs_h = tl.max_contiguous(tl.arange(0, BLOCK_H), RUN)
+    offs_v = tl.max_contiguous(tl.arange(0, sums[0].shape[1]), RUN)
     mask_h = (offs_h < HEAD_SIZE)[:, None]
     mask_v = (offs_v < V_SIZE // len(sums))[None, :]
     for start in tl.range(begin, end, BLOCK_N):
@@ -259,7 +261,6 @@ def _paged_attention_fwd_kernel(
     stride_table,
     stride_tree,
     q_strides,  # of tokens and heads
-    out_strides,
     k_strides,  # of blocks, heads and slots
     v_strides,
     k_scale_strides,
@@ -267,6 +268,9 @@ def _paged_attention_fwd_kernel(
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
+    Q_ALIGN: tl.constexpr,  # divide the strides
+    K_ALIGN: tl.constexpr,
+    V_ALIGN: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -282,6 +286,7 @@ def _paged_attention_fwd_kernel(
     UPCAST: tl.constexpr,
     PAIRS: tl.constexpr,  # values are bytes, read two by two; their strides count pairs
     PTX: tl.constexpr,
+    RUN: tl.constexpr,  # stored keys and values that a thread takes in a row, at most
 ):
     """Grid: (max_items, K)."""
     item_ptr = plan_ptr + items_at + tl.program_id(0) * 8
@@ -307,7 +312,8 @@ def _paged_attention_fwd_kernel(
     where = (q_start + token).to(tl.int64)
     head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     DTYPE: tl.constexpr = tl.float32 if WIDE else q_ptr.dtype.element_ty
-    q_ptrs = q_ptr + (where * q_strides[0] + head * q_strides[1])[:, None] + offs_h[None, :]
+    q_rows = where * multiple(q_strides[0], Q_ALIGN) + head * multiple(q_strides[1], Q_ALIGN)
+    q_ptrs = q_ptr + q_rows[:, None] + offs_h[None, :]
     q = tl.load(q_ptrs, mask=mask_m[:, None] & (offs_h < HEAD_SIZE)[None, :], other=0.0).to(DTYPE)
 
     context = seq_len - q_len
@@ -325,8 +331,8 @@ def _paged_attention_fwd_kernel(
     if PAIRS:
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16))
     heads = kv_head.to(tl.int64)
-    k_ptr += heads * k_strides[1]
-    v_ptr += heads * v_strides[1]
+    k_ptr += heads * multiple(k_strides[1], K_ALIGN)
+    v_ptr += heads * multiple(v_strides[1], V_ALIGN)
     table_ptr = tables_ptr + seq * stride_table
     k_scales_ptr = k_scale_ptr
     v_scales_ptr = v_scale_ptr
@@ -334,8 +340,8 @@ def _paged_attention_fwd_kernel(
         k_scales_ptr += heads * k_scale_strides[1]
     if V_SCALES == TOKEN_SCALES:
         v_scales_ptr += heads * v_scale_strides[1]
-    k_steps = (k_strides[0], k_strides[2])
-    v_steps = (v_strides[0], v_strides[2])
+    k_steps = (multiple(k_strides[0], K_ALIGN), multiple(k_strides[2], K_ALIGN))
+    v_steps = (multiple(v_strides[0], V_ALIGN), multiple(v_strides[2], V_ALIGN))
     k_scale_steps = (k_scale_strides[0], k_scale_strides[2])
     v_scale_steps = (v_scale_strides[0], v_scale_strides[2])
     scale = scale * _one_scale(k_scale_ptr, K_SCALES)
@@ -361,7 +367,7 @@ def _paged_attention_fwd_kernel(
                 k_ptr, v_ptr, table_ptr, k_scales_ptr, v_scales_ptr, k_steps, v_steps, k_scale_steps, v_scale_steps,
                 position, context, prefix, window, tree_ptrs, tree_width, scale, softcap, slopes,
                 HEAD_SIZE, V_SIZE, PAGE_SIZE, BLOCK_N, BLOCK_H, BLOCK_V, CAUSAL, K_SCALES, V_SCALES, PRECISION, UPCAST,
-                PTX, MASKED=True,
+                PTX, RUN, MASKED=True,
             )  # fmt: skip
             m, l, acc = _fold(m, l, acc, m_part, l_part, _columns(part))  # noqa: E741
     else:
@@ -391,7 +397,7 @@ def _paged_attention_fwd_kernel(
                 k_ptr, v_ptr, table_ptr, k_scales_ptr, v_scales_ptr, k_steps, v_steps, k_scale_steps, v_scale_steps,
                 position, context, prefix, window, tree_ptrs, tree_width, scale, softcap, slopes,
                 HEAD_SIZE, V_SIZE, PAGE_SIZE, BLOCK_N, BLOCK_H, BLOCK_V, CAUSAL, K_SCALES, V_SCALES, PRECISION, UPCAST,
-                PTX, MASKED=stretch != 1,
+                PTX, RUN, MASKED=stretch != 1,
             )  # fmt: skip
         acc = _columns(sums)
 
@@ -401,18 +407,17 @@ def _paged_attention_fwd_kernel(
         if sinks_ptr is not None:
             sinks = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         out, lse = _finish(m, l, acc, sinks, _one_scale(v_scale_ptr, V_SCALES))
-        out_ptrs = out_ptr + (where * out_strides[0] + head * out_strides[1])[:, None] + offs_v[None, :]
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(lse_ptr + where * (tl.num_programs(1) * GROUP) + head, lse, mask=mask_m)
+        out_row = where * (tl.num_programs(1) * GROUP) + head
+        tl.store(out_ptr + out_row[:, None] * V_SIZE + offs_v[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(lse_ptr + out_row, lse, mask=mask_m)
     else:
         part = (slot.to(tl.int64) * tl.num_programs(1) + kv_head) * PART_ROWS + offs_m
         tl.store(part_ptr + part[:, None] * V_SIZE + offs_v[None, :], acc, mask=mask)
-        ml_ptrs = part_ptr + part_rows.to(tl.int64) * V_SIZE + part * 2
-        tl.store(ml_ptrs, m, mask=mask_m)
-        tl.store(ml_ptrs + 1, l, mask=mask_m)
+        ml_ptrs = part_ptr + part_rows.to(tl.int64) * V_SIZE + part[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(ml_ptrs, tl.join(m, l), mask=mask_m[:, None])
 
 
-@triton.jit(do_not_specialize=["part_rows", "header_at", "merges_at"])
+@triton.jit(do_not_specialize=["part_rows", "kv_heads", "header_at", "merges_at"])
 def _merge_kernel(
     plan_ptr,
     part_ptr,  # as the attention kernel leaves it
@@ -421,62 +426,70 @@ def _merge_kernel(
     sinks_ptr,
     v_scale_ptr,
     part_rows,
+    kv_heads,
     header_at,
     merges_at,
-    out_strides,
     GROUP: tl.constexpr,
     V_SIZE: tl.constexpr,
     PART_ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # of a slot's K * PART_ROWS rows, side by side; divides PART_ROWS, or PART_ROWS it
+    BLOCK_V: tl.constexpr,  # columns
     BLOCK_P: tl.constexpr,  # parts at a time; 1 in invariant mode
     QUANTA: tl.constexpr,
     V_SCALES: tl.constexpr,
 ):
-    """Grid: (max_merges, K, programs for a tile): each takes every so many of the tile's rows, one after another."""
+    """Grid: (max_merges, programs for a tile of every KV head, blocks of columns): each takes every so many rows.
+
+    A program is one warp, whose threads lie along rows and columns and hold all parts of their own: sums over parts
+    stay in a thread, and what threads tell each other needs no barrier.
+    """
     if tl.program_id(0) >= tl.load(plan_ptr + header_at + 1):
         return
     merge_ptr = plan_ptr + merges_at + tl.program_id(0) * 8
     q_start = tl.load(merge_ptr)
-    rows = tl.load(merge_ptr + 1) * GROUP
     first_row = tl.load(merge_ptr + 2)
+    rows = tl.load(merge_ptr + 1) * GROUP - first_row  # more than PART_ROWS where this is not the last tile
     slot = tl.load(merge_ptr + 3).to(tl.int64)
     parts = tl.load(merge_ptr + 4)
-    kv_head = tl.program_id(1)
-    kv_heads = tl.num_programs(1)
+    pitch = kv_heads * PART_ROWS
     ml_ptr = part_ptr + part_rows.to(tl.int64) * V_SIZE
     offs_p = tl.arange(0, BLOCK_P)
-    offs_v = tl.arange(0, BLOCK_V)
+    offs_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_v = offs_v < V_SIZE
-    for i in tl.range(tl.program_id(2), tl.minimum(PART_ROWS, rows - first_row), tl.num_programs(2)):
-        m = tl.full((), float("-inf"), tl.float32)
-        l = tl.full((), 0.0, tl.float32)  # noqa: E741
-        acc = tl.zeros((BLOCK_V,), tl.float32)
-        for first in tl.range(0, parts, BLOCK_P):
-            if QUANTA:
-                part = ((slot + first) * kv_heads + kv_head) * PART_ROWS + i
-                acc_part = tl.load(part_ptr + part * V_SIZE + offs_v, mask=mask_v, other=0.0)
-                m_part, l_part = tl.load(ml_ptr + part * 2), tl.load(ml_ptr + part * 2 + 1)
-                m, l, acc = _fold(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
-            else:
-                part = ((slot + first + offs_p) * kv_heads + kv_head) * PART_ROWS + i
-                mask_p = first + offs_p < parts
-                m_part = tl.load(ml_ptr + part * 2, mask=mask_p, other=float("-inf"))
-                l_part = tl.load(ml_ptr + part * 2 + 1, mask=mask_p, other=0.0)
-                acc_ptrs = part_ptr + part[:, None] * V_SIZE + offs_v[None, :]
-                acc_part = tl.load(acc_ptrs, mask=mask_p[:, None] & mask_v[None, :], other=0.0)
-                m_next = tl.maximum(m, tl.max(m_part, 0))
-                top = _finite(m_next)
-                weight, correction = tl.exp2(m_part - top), tl.exp2(m - top)
-                l = l * correction + tl.sum(product(l_part, weight), 0)  # noqa: E741
-                acc = acc * correction + tl.sum(product(acc_part, weight[:, None]), 0)
-                m = m_next
-        row = first_row + i
-        head = (kv_head * GROUP + row % GROUP).to(tl.int64)
-        where = (q_start + row // GROUP).to(tl.int64)
-        sinks = None
-        if sinks_ptr is not None:
-            sinks = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-        out, lse = _finish(m, l, acc, sinks, _one_scale(v_scale_ptr, V_SCALES))
-        out_ptrs = out_ptr + where * out_strides[0] + head * out_strides[1] + offs_v
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_v)
-        tl.store(lse_ptr + where * (kv_heads * GROUP) + head, lse)
+    for begin in tl.range(tl.program_id(1) * BLOCK_R, pitch, tl.num_programs(1) * BLOCK_R):
+        if begin % PART_ROWS < rows:
+            place = begin + tl.arange(0, BLOCK_R)
+            mask_r = (place < pitch) & (place % PART_ROWS < rows)
+            m = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+            l = tl.zeros((BLOCK_R,), tl.float32)  # noqa: E741
+            acc = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
+            for first in tl.range(0, parts, BLOCK_P, loop_unroll_factor=4 if QUANTA else 1):
+                part = (slot + first + offs_p)[:, None] * pitch + place[None, :]
+                mask = (first + offs_p < parts)[:, None] & mask_r[None, :]  # [BLOCK_P, BLOCK_R]
+                acc_ptrs = part_ptr + part[:, :, None] * V_SIZE + offs_v[None, None, :]
+                acc_part = tl.load(acc_ptrs, mask=mask[:, :, None] & mask_v[None, None, :], other=0.0)
+                ml_ptrs = ml_ptr + part[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+                m_part, l_part = tl.split(tl.load(ml_ptrs, mask=mask[:, :, None], other=0.0))
+                if QUANTA:
+                    m_part, l_part, acc_part = tl.max(m_part, 0), tl.sum(l_part, 0), tl.sum(acc_part, 0)  # of one
+                    m, l, acc = _fold(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
+                else:
+                    m_part = tl.where(mask, m_part, float("-inf"))
+                    m_next = tl.maximum(m, tl.max(m_part, 0))
+                    top = _finite(m_next)
+                    weight, correction = tl.exp2(m_part - top[None, :]), tl.exp2(m - top)
+                    l = l * correction + tl.sum(product(l_part, weight), 0)  # noqa: E741
+                    acc = acc * correction[:, None] + tl.sum(product(acc_part, weight[:, :, None]), 0)
+                    m = m_next
+            row = first_row + place % PART_ROWS
+            head = (place // PART_ROWS * GROUP + row % GROUP).to(tl.int64)
+            where = (q_start + row // GROUP).to(tl.int64)
+            sinks = None
+            if sinks_ptr is not None:
+                sinks = tl.load(sinks_ptr + head, mask=mask_r, other=0.0).to(tl.float32) * LOG2E
+            out, lse = _finish(m, l, acc, sinks, _one_scale(v_scale_ptr, V_SCALES))
+            out_row = where * (kv_heads * GROUP) + head
+            out_ptrs = out_ptr + out_row[:, None] * V_SIZE + offs_v[None, :]
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_r[:, None] & mask_v[None, :])
+            if tl.program_id(2) == 0:
+                tl.store(lse_ptr + out_row, lse, mask=mask_r)

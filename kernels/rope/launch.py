@@ -11,6 +11,7 @@ import torch
 import triton
 
 from ..runtime import alloc, device
+from ..runtime.vectors import told
 from . import triton as kernels
 from .config import NUM_WARPS, pick_config
 
@@ -131,6 +132,8 @@ def _plan(call: _Call) -> _Plan | None:
             "k_out_strides": strides[3],
             "table_strides": of_tokens[-1],
             "HALF": half,
+            "ALIGN": told([n for each in strides for n in each], call.dtype.itemsize),
+            "TABLE_ALIGN": told(of_tokens[-1], 4),
             "DENSE_TABLES": of_tokens[-1][1] == half,
             "PASS": rest,
             "INTERLEAVED": call.interleaved,

@@ -21,11 +21,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..runtime.vectors_triton import multiple
+
 
 @triton.jit
 def _turn(a, b, cos, sin):
     a, b = a.to(tl.float32), b.to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _heads(outer, inner, head, strides, ALIGN: tl.constexpr):
+    """Where heads begin."""
+    token = outer * multiple(strides[0], ALIGN) + inner * multiple(strides[1], ALIGN)
+    return token + head.to(tl.int64) * multiple(strides[2], ALIGN)
 
 
 @triton.jit
@@ -42,6 +51,8 @@ def _rotate_tile(
     out_strides,
     table_strides,  # of outer tokens, inner tokens
     HALF: tl.constexpr,  # P / 2
+    ALIGN: tl.constexpr,
+    TABLE_ALIGN: tl.constexpr,
     DENSE_TABLES: tl.constexpr,
     PASS: tl.constexpr,  # elements behind P that are to be copied
     INTERLEAVED: tl.constexpr,
@@ -60,19 +71,20 @@ def _rotate_tile(
     head = (tile % tiles_n) * BLOCK_N + row % BLOCK_N
     mask_r = ((token < T) & (head < heads))[:, None]
     outer, inner = (token // S).to(tl.int64), (token % S).to(tl.int64)
-    x_row = x_ptr + (outer * x_strides[0] + inner * x_strides[1] + head.to(tl.int64) * x_strides[2])[:, None]
-    out_row = out_ptr + (outer * out_strides[0] + inner * out_strides[1] + head.to(tl.int64) * out_strides[2])[:, None]
+    x_row = x_ptr + _heads(outer, inner, head, x_strides, ALIGN)[:, None]
+    out_row = out_ptr + _heads(outer, inner, head, out_strides, ALIGN)[:, None]
 
     offs_i = tl.arange(0, BLOCK_HALF)
     # As a constant it shows how rows of 40 elements, say, are aligned.
-    stride_table = HALF if DENSE_TABLES else table_strides[1]
+    stride_table = HALF if DENSE_TABLES else multiple(table_strides[1], TABLE_ALIGN)
+    outer_table = multiple(table_strides[0], TABLE_ALIGN)
     if BLOCK_T == 1:  # all rows share the token's tables
-        table = (first // S).to(tl.int64) * table_strides[0] + (first % S).to(tl.int64) * stride_table + offs_i
+        table = (first // S).to(tl.int64) * outer_table + (first % S).to(tl.int64) * stride_table + offs_i
         mask_table = (offs_i < HALF) & (first < T)
         cos = tl.load(cos_ptr + table, mask=mask_table, other=0.0)[None, :]
         sin = tl.load(sin_ptr + table, mask=mask_table, other=0.0)[None, :]
     else:
-        table = (outer * table_strides[0] + inner * stride_table)[:, None] + offs_i[None, :]
+        table = (outer * outer_table + inner * stride_table)[:, None] + offs_i[None, :]
         mask_table = mask_r & (offs_i < HALF)[None, :]
         cos = tl.load(cos_ptr + table, mask=mask_table, other=0.0)
         sin = tl.load(sin_ptr + table, mask=mask_table, other=0.0)
@@ -119,6 +131,8 @@ def _rope_kernel(
     k_out_strides,
     table_strides,
     HALF: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides the strides of q and k, and of what they become
+    TABLE_ALIGN: tl.constexpr,  # those of tables
     DENSE_TABLES: tl.constexpr,  # the inner one of table_strides is HALF
     PASS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -136,10 +150,12 @@ def _rope_kernel(
     if tile < q_tiles:
         _rotate_tile(
             q_ptr, q_out_ptr, cos_ptr, sin_ptr, tile, T, S, N, q_strides, q_out_strides, table_strides,
-            HALF, DENSE_TABLES, PASS, INTERLEAVED, CONJUGATE, BLOCK_TQ, BLOCK_N, BLOCK_HALF, BLOCK_PASS,
+            HALF, ALIGN, TABLE_ALIGN, DENSE_TABLES, PASS, INTERLEAVED, CONJUGATE, BLOCK_TQ, BLOCK_N, BLOCK_HALF,
+            BLOCK_PASS,
         )  # fmt: skip
     elif k_ptr is not None:
         _rotate_tile(
             k_ptr, k_out_ptr, cos_ptr, sin_ptr, tile - q_tiles, T, S, K, k_strides, k_out_strides, table_strides,
-            HALF, DENSE_TABLES, PASS, INTERLEAVED, CONJUGATE, BLOCK_TK, BLOCK_K, BLOCK_HALF, BLOCK_PASS,
+            HALF, ALIGN, TABLE_ALIGN, DENSE_TABLES, PASS, INTERLEAVED, CONJUGATE, BLOCK_TK, BLOCK_K, BLOCK_HALF,
+            BLOCK_PASS,
         )  # fmt: skip

@@ -38,6 +38,7 @@ def _common(x: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:
         "ALIGN_R": device.divisor(x.shape[0]),
         "ALIGN_C": device.divisor(x.shape[1]),
         "LARGEST": LARGEST[dtype],
+        "RUN": 16 // x.element_size() if x.stride(1) == 1 else 16,
         "EMULATE": arch == device.INTERPRETER or rounds_fp8_twice(arch),
     }
 

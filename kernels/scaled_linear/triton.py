@@ -16,9 +16,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear.tiles import load_tile, store_tile
+from ..linear.tiles import load_tile
 
 TINY = tl.constexpr(2.0**-126)  # the smallest normal number: its inverse is finite
+
+
+@triton.jit
+def _pointers(ptr, r, c, R, C, strides, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, RUN: tl.constexpr):
+    """Pointers and mask of the tile at (r, c), [BLOCK_R, BLOCK_C] each; a thread takes RUN columns in a row at most.
+
+    x and its values in fp8 share their threads. With 16 bytes of values each would load 32 or 64 bytes of x, by
+    requests that each touch all their sectors.
+    """
+    offs_r = r + tl.arange(0, BLOCK_R)
+    offs_c = c + tl.max_contiguous(tl.arange(0, BLOCK_C), RUN)
+    ptrs = ptr + offs_r.to(tl.int64)[:, None] * strides[0] + offs_c.to(tl.int64)[None, :] * strides[1]
+    return ptrs, (offs_r < R)[:, None] & (offs_c < C)[None, :]
 
 
 @triton.jit
@@ -113,6 +126,7 @@ def _cast_kernel(
     ALIGN_R: tl.constexpr,
     ALIGN_C: tl.constexpr,
     EMULATE: tl.constexpr,  # the compiler's cast rounds twice (sm_89), or the interpreter's is wrong
+    RUN: tl.constexpr,
     COUNT: tl.constexpr,  # a power of two, at least ``count``
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -137,11 +151,13 @@ def _cast_kernel(
             tl.store(scale_ptr, scale)
             if amax_ptr is not None:
                 tl.store(amax_ptr, amax)
-    x = load_tile(x_ptr, r, c, R, C, x_strides, BLOCK_R, BLOCK_C, False).to(tl.float32)
+    ptrs, mask = _pointers(x_ptr, r, c, R, C, x_strides, BLOCK_R, BLOCK_C, RUN)
+    x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if parts_ptr is not None:
         tl.store(parts_ptr + tile, tl.max(tl.max(_magnitude(x), 1), 0))
     q = _to_fp8(x, _inverse(scale), DTYPE, LARGEST, EMULATE)
-    store_tile(values_ptr, q, r, c, R, C, (pitch, 1), BLOCK_R, BLOCK_C, False)
+    ptrs, mask = _pointers(values_ptr, r, c, R, C, (pitch, 1), BLOCK_R, BLOCK_C, RUN)
+    tl.store(ptrs, q, mask=mask)
 
 
 @triton.jit(do_not_specialize=["R", "C"])
@@ -158,6 +174,7 @@ def _cast_rows_kernel(
     ALIGN_R: tl.constexpr,
     ALIGN_C: tl.constexpr,
     EMULATE: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -175,9 +192,11 @@ def _cast_rows_kernel(
     tl.store(scale_ptr + offs_r, scale, mask=offs_r < R)
     inverse = _inverse(scale)[:, None]
     for c in range(0, C, BLOCK_C):
-        x = load_tile(x_ptr, r, c, R, C, x_strides, BLOCK_R, BLOCK_C, False).to(tl.float32)
+        ptrs, mask = _pointers(x_ptr, r, c, R, C, x_strides, BLOCK_R, BLOCK_C, RUN)
+        x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
         q = _to_fp8(x, inverse, values_ptr.dtype.element_ty, LARGEST, EMULATE)
-        store_tile(values_ptr, q, r, c, R, C, (pitch, 1), BLOCK_R, BLOCK_C, False)
+        ptrs, mask = _pointers(values_ptr, r, c, R, C, (pitch, 1), BLOCK_R, BLOCK_C, RUN)
+        tl.store(ptrs, q, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])

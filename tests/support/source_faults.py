@@ -181,8 +181,8 @@ FAULTS = (
     Fault(
         "paged_attention",
         "paged_attention/triton.py",
-        "mask_p = first + offs_p < parts",
-        "mask_p = first + offs_p <= parts",
+        "mask = (first + offs_p < parts)",
+        "mask = (first + offs_p <= parts)",
         "the merge takes a part too many",
     ),
     Fault(
