@@ -2,8 +2,9 @@
 
 A tile's pointers are followed through Triton's own IR before it chooses layouts ("TTIR"), to the argument that they
 begin from and the dimension in which they lie one element apart. From the tensor that a build is given there comes how
-far memory is contiguous and aligned, from the size of the tile how much of it falls to one thread. What the compiler
-makes of that is not asked here: it is what is judged by this.
+far memory is contiguous and aligned, from the size of the tile how much of it falls to one thread; a kernel that says
+``tl.max_contiguous`` has its reasons for less. What the compiler makes of that is not asked here: it is what is judged
+by this.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _POINTER = re.compile(r"!tt\.ptr<([a-zA-Z]*)(\d+)")
 _FLOAT8 = re.compile(r"!tt\.ptr<f8")
 _SPLAT = re.compile(r"^arith\.constant dense<(-?\d+)>")
 _INTEGER = re.compile(r"^arith\.constant (-?\d+)")
+_HINT = re.compile(r"tt\.contiguity = dense<(\d+)>")
 _AXIS = re.compile(r"axis = (\d+)")
 _ORDER = re.compile(r"order = array<i32: ([\d, ]+)>")
 # "%x_ptrs_0: !tt.ptr<bf16> {tt.divisibility = 16 : i32} loc("x_ptrs"(#loc))": a tuple's members have one name
@@ -51,6 +53,7 @@ class _Value(NamedTuple):
     steps: tuple[int | None, ...]
     argument: str = ""
     constant: int | None = None  # of a number, or of a tile that is one number throughout
+    hint: int = WIDEST  # elements that a thread takes in a row at most, as the kernel says (tl.max_contiguous)
 
 
 def runs(ttir: str, args: Mapping[str, Any], threads: int, stated: Mapping[str, int] | None = None) -> dict[str, Run]:
@@ -99,15 +102,15 @@ class Excuse(NamedTuple):
     """
 
     build: str  # a regular expression that matches at the beginning
-    kernel: str
-    arguments: str  # a regular expression, of whole names
+    kernel: str  # a regular expression, of the whole name
+    arguments: str  # likewise
     bits: int
     reason: str
 
     def covers(self, build: str, found: Narrow) -> bool:
         return (
             re.match(self.build, build) is not None
-            and found.kernel == self.kernel
+            and re.fullmatch(self.kernel, found.kernel) is not None
             and found.bits >= self.bits
             and re.fullmatch(self.arguments, found.argument) is not None
         )
@@ -120,6 +123,9 @@ EXCUSES: tuple[Excuse, ...] = (
         "sm_100 .*tf32", "_gemm_kernel", r"[ab]_ptrs(\.\d)?", 32, "tcgen05 reads tf32 along K only: copied by number"
     ),
     Excuse("gfx", "_paged_attention_fwd_kernel", "out_ptr|part_ptr", 64, _MFMA),
+    Excuse(
+        "", "_cast_kernel|_push_kernel", "amaxes_ptr|parts_ptr", 32, "a number of each block, whose count is not told"
+    ),
     Excuse("", "_paged_attention_fwd_kernel", "tree_ptr", 8, "a mask of 64 bytes a row, read where its scores are"),
 )
 
@@ -186,7 +192,7 @@ def _run(op: Op, pointer: _Value | None, memory: Mapping[str, int], threads: int
     lengths = [length for length, step in zip(shape, pointer.steps) if step == 1]
     length = math.prod(lengths) if lengths else 1
     most = memory.get(pointer.argument, WIDEST) // bits
-    return Run(argument, bits * max(1, min(owned, length, most, WIDEST // bits)), owned)
+    return Run(argument, bits * max(1, min(owned, length, most, pointer.hint, WIDEST // bits)), owned)
 
 
 def _tile(op: Op) -> tuple[tuple[int, ...], int]:
@@ -242,7 +248,8 @@ class _Walk:
         shape = _shape(op)
         match op.name:
             case "tt.make_range":
-                return _Value((1,))
+                hint = _HINT.search(op.text)
+                return _Value((1,), hint=int(hint[1]) if hint else WIDEST)
             case "arith.constant":
                 found = _SPLAT.match(op.text) or _INTEGER.match(op.text)
                 return _Value((0,) * len(shape), constant=int(found[1]) if found else None)
@@ -298,7 +305,7 @@ def _combined(op: Op, values: list[Any], shape: tuple[int, ...]) -> _Value | Non
         )
     else:
         steps = tuple(0 if a == b == 0 else None for a, b in pairs)
-    return _Value(steps, argument) if len(steps) == len(shape) else None
+    return _Value(steps, argument, hint=min(one.hint, other.hint)) if len(steps) == len(shape) else None
 
 
 def _times(step: int | None, factor: int | None) -> int | None:

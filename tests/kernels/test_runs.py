@@ -127,6 +127,17 @@ def test_what_a_build_states_goes_before_its_tensors():
     assert runs(TTIR, ARGS, 256, {"x_ptr": 32})["triton.py:29 load"].bits == 32
 
 
+def test_a_kernel_says_how_much_a_thread_takes():
+    """By tl.max_contiguous, which Triton prints so."""
+    hint = ", tt.contiguity = dense<4> : tensor<1xi32>} : tensor<"
+    for length, place, bits in (("4096", "triton.py:29 load", 64), ("128", "triton.py:53 load", 32)):
+        told = TTIR.replace(
+            f"{{end = {length} : i32, start = 0 : i32}} : tensor<", f"{{end = {length} : i32, start = 0 : i32{hint}"
+        )
+        assert told != TTIR
+        assert runs(told, ARGS, 256)[place].bits == bits
+
+
 def test_pointers_that_are_lost_count_as_contiguous():
     lost = TTIR.replace("tt.addptr %ptrs, %cols_1", "tt.unheard_of %ptrs_9, %cols_1")
     assert runs(lost, ARGS, 256)["triton.py:29 load"] == Run("", 128, 16)
