@@ -408,10 +408,11 @@ def _paged_attention_fwd_kernel(
             sinks = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         out, lse = _finish(m, l, acc, sinks, _one_scale(v_scale_ptr, V_SCALES))
         out_row = where * (tl.num_programs(1) * GROUP) + head
-        tl.store(out_ptr + out_row[:, None] * V_SIZE + offs_v[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+        out_ptrs = out_ptr + (where * (tl.num_programs(1) * GROUP * V_SIZE) + head * V_SIZE)[:, None] + offs_v[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
         tl.store(lse_ptr + out_row, lse, mask=mask_m)
     else:
-        part = (slot.to(tl.int64) * tl.num_programs(1) + kv_head) * PART_ROWS + offs_m
+        part = (slot * tl.num_programs(1) + kv_head).to(tl.int64) * PART_ROWS + offs_m
         tl.store(part_ptr + part[:, None] * V_SIZE + offs_v[None, :], acc, mask=mask)
         ml_ptrs = part_ptr + part_rows.to(tl.int64) * V_SIZE + part[:, None] * 2 + tl.arange(0, 2)[None, :]
         tl.store(ml_ptrs, tl.join(m, l), mask=mask_m[:, None])
