@@ -165,7 +165,8 @@ def _tile(problem: Problem, rows: int) -> AttentionConfig:
         return AttentionConfig(64, 64 if blackwell and not problem.tree else 32, 8, _STAGES, per_sm=1)
     # Where tcgen05 takes 64 rows, two programs with three stages hide more than one with five.
     stages = 3 if blackwell and rows == 64 else _STAGES
-    return AttentionConfig(rows, 32 if blackwell and small else 64, rows // 16, stages, per_sm=128 // rows)
+    keys = 32 if blackwell and (small or problem.head_size != problem.v_size) else 64
+    return AttentionConfig(rows, keys, rows // 16, stages, per_sm=128 // rows)
 
 
 def _fp32(problem: Problem) -> AttentionConfig:

@@ -412,10 +412,11 @@ def _paged_attention_fwd_kernel(
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
         tl.store(lse_ptr + out_row, lse, mask=mask_m)
     else:
-        part = (slot * tl.num_programs(1) + kv_head).to(tl.int64) * PART_ROWS + offs_m
+        part = (slot.to(tl.int64) * tl.num_programs(1) + kv_head) * PART_ROWS + offs_m
         tl.store(part_ptr + part[:, None] * V_SIZE + offs_v[None, :], acc, mask=mask)
-        ml_ptrs = part_ptr + part_rows.to(tl.int64) * V_SIZE + part[:, None] * 2 + tl.arange(0, 2)[None, :]
-        tl.store(ml_ptrs, tl.join(m, l), mask=mask_m[:, None])
+        ml_ptrs = part_ptr + part_rows.to(tl.int64) * V_SIZE + part * 2
+        tl.store(ml_ptrs, m, mask=mask_m)
+        tl.store(ml_ptrs + 1, l, mask=mask_m)
 
 
 @triton.jit(do_not_specialize=["part_rows", "kv_heads", "header_at", "merges_at"])

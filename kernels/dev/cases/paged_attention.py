@@ -120,7 +120,7 @@ CASES = (
     _built("h112-p100-bf16", BF16, (64, 8, 112), 100),
     _built("h160-fp16", FP16, (32, 32, 160), 16),
     _built("h192-v128-bf16", BF16, (16, 16, 192), 64, v_size=128),
-    _built("h72-v64-pair-bf16", BF16, (16, 16, 72), 16, v_size=64, layout="pair"),  # of keys no row is aligned
+    _built("h72-v64-pair-bf16", BF16, (16, 16, 72), 16, v_size=64, layout="pair"),  # rows of 16 bytes times 9
     _built("starcoder2-fp32", FP32, (24, 2, 128), 16),
     _built("starcoder2-invariant-fp32", FP32, (24, 2, 128), 16, invariant=True),
     _built("gemma-fp32", FP32, (16, 8, 256), 16),
