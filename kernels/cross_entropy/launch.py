@@ -26,10 +26,10 @@ def _blocks(width: int, arch: str) -> tuple[int, int]:
 
 
 def programs(rows: int, width: int, itemsize: int, arch: str, sms: int, cache_bytes: int) -> int:
-    """How many programs go through ``rows`` that each is read twice, the second time from the cache.
+    """How many programs go through ``rows``, each of which is read twice, the second time from the cache.
 
-    As many as there are rows, unless those in flight at once (as many on each SM as its warps allow) exceed the cache
-    and fewer would not: then a whole number for each SM.
+    One for each row. But where the rows in flight at once (as many on each SM as its warps allow) exceed the cache, as
+    many for each SM as the cache holds rows, if it holds one.
     """
     if arch == device.INTERPRETER:
         return min(rows, sms)

@@ -16,8 +16,8 @@ from ..runtime.sums_triton import product
 
 @triton.jit
 def _exp(x):
-    """e^x as ``tl.exp`` has it, but for results below 2^-126, which are 0 on NVIDIA's chips: what they would be added
-    to, or are a share of, is 1 at least. They cost ``tl.exp`` two products and a comparison for each number.
+    """e^x. Unlike those of ``tl.exp``, results below 2^-126 are 0 on NVIDIA's chips: ``tl.exp`` pays for them by two
+    products and a comparison a number, and callers add them to, or divide them by, a sum of at least 1.
     """
     return tl.exp2(x * 1.4426950408889634)  # log2(e)
 

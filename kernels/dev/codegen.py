@@ -121,7 +121,7 @@ def _pipeline_problems(report: Report) -> list[str]:
     found = []
     if report.wants_copies and not report.copies_pending:
         found.append("does not pipeline: a loop waits for every copy that it has under way")
-    serial = report.exempt is None and report.wgmma_pending == 0
+    serial = report.exempt is None and report.wgmma and not report.wgmma_pending  # None: no loop was found
     if serial and report.unpipelined is None:
         found.append("does not pipeline: its loop waits for every warp-group product that it has under way")
     if report.unpipelined is not None and not serial:

@@ -128,14 +128,9 @@ def unneeded() -> list[str]:
     Nothing as long as a record has other columns than today's.
     """
     versions = [file.stem.removeprefix("triton-") for file in FOLDER.glob("triton-*.json")]
-    records = [read(version) for version in versions]
-    if not all(records):
+    if not all(read(version) for version in versions):
         return []
-    narrow = [(name, runs.Narrow(*each)) for rows in records for name, row in rows.items() for each in row[_NARROW]]
-    needed = set()
-    for name, each in narrow:
-        _, target, config = name.split(" ", 2)
-        needed.add(runs.excuse(target, config, each))
+    needed = {_why(*each) for version in versions for each in _narrow(version)}
     return [
         f"{each.kernel} is excused from wide accesses to {each.arguments} in {each.build} ({each.reason}) but has them"
         for each in runs.EXCUSES
@@ -155,7 +150,22 @@ def stale(version: str) -> list[str]:
     lines += [f"{name} was compiled from other sources" for name, h in now.items() if recorded.get(name, [h])[0] != h]
     if record["columns"][1:] != list(_COLUMNS):
         lines.insert(0, f"its columns are {', '.join(record['columns'][1:])}: {', '.join(_COLUMNS)} are recorded now")
-    return lines + [f"{name} is no build any more" for name in recorded if name not in now] + unneeded()
+    lines += [f"{name} is no build any more" for name in recorded if name not in now]
+    return (
+        lines
+        + [f"{name}: narrow accesses: {each}" for name, each in _narrow(version) if not _why(name, each)]
+        + unneeded()
+    )
+
+
+def _narrow(version: str) -> list[tuple[str, runs.Narrow]]:
+    """What a record of today's columns says of accesses that could be wider, with the names of their builds."""
+    return [(name, runs.Narrow(*each)) for name, row in read(version).items() for each in row[_NARROW]]
+
+
+def _why(name: str, narrow: runs.Narrow) -> runs.Excuse | None:
+    _, target, config = name.split(" ", 2)
+    return runs.excuse(target, config, narrow)
 
 
 def _key(build: Build) -> tuple[str, str, str]:

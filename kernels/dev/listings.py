@@ -21,6 +21,7 @@ class Instruction(NamedTuple):
     opcode: str  # with its modifiers: "LDG.E.128", "buffer_load_dwordx4"
     operands: str
     source: str  # "triton.py:29": where it was written, "" where the compiler does not say
+    guarded: bool = False  # threads whose predicate does not hold pass over it
 
 
 class Listing(NamedTuple):
@@ -46,7 +47,7 @@ class Dialect(NamedTuple):
 _SASS_SOURCE = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
 _SASS_LABEL = re.compile(r"^(\.L_\w+):")
 # What never runs ("@!PT LDS RZ, [RZ] ;") only fills time, as NOP does.
-_SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P(?!T)\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P(?!T)\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _SASS_TARGET = re.compile(r"`\((\.L_\w+)\)")
 _SASS_KINDS = {
     **dict.fromkeys(("LDG", "LD"), ("global", "load")),
@@ -61,7 +62,7 @@ _SASS_KINDS = {
 }
 _SASS_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "96": 96, "128": 128, "256": 256}
 _SASS_REGISTER = re.compile(r"\bR(\d+)\b")
-_SASS_FP32 = ("FADD", "FMUL", "FFMA", "FMNMX", "FSEL", "FSET", "FSETP")
+_SASS_FP32 = ("FADD", "FMUL", "FFMA", "FMNMX", "FMNMX3", "FSEL", "FSET", "FSETP")
 _SASS_UNITS = {
     **dict.fromkeys(("HGMMA", "IGMMA", "QGMMA"), "wgmma"),
     **dict.fromkeys(("HMMA", "IMMA", "DMMA", "QMMA", "OMMA"), "mma"),
@@ -80,7 +81,7 @@ def sass(text: str) -> Listing:
         elif found := _SASS_LABEL.match(line):
             lines.append(("label", found[1], ""))
         elif found := _SASS_INSTRUCTION.match(line):
-            lines.append(("instruction", found[1], found[2]))
+            lines.append(("guarded" if found[1] else "instruction", found[2], found[3]))
     return _listing(lines, lambda each: _SASS_TARGET.findall(each.operands) if each.opcode[:3] == "BRA" else [], "EXIT")
 
 
@@ -117,7 +118,7 @@ _GCN_INSTRUCTION = re.compile(r"^[ \t]+([a-z]\w+)\b[ \t]*([^;]*)")
 _GCN_TARGET = re.compile(r"\.LBB\w+")
 _GCN_ACCESS = re.compile(r"^(global|buffer|flat|ds|scratch)_(load|store|read|write|atomic|add|max|min)(?:_lds)?(.*)$")
 _GCN_WIDTHS = {"ubyte": 8, "sbyte": 8, "byte": 8, "ushort": 16, "sshort": 16, "short": 16, "dword": 32}
-_GCN_BITS = re.compile(r"_[bui](\d+)$")
+_GCN_BITS = re.compile(r"_[bui](\d+)(?:_|$)")
 _GCN_REGISTERS = re.compile(r"\bv(?:(\d+)\b|\[(\d+):(\d+)\])")
 _GCN_MUFU = re.compile(r"^v_(exp|log|rcp|rcp_iflag|rsq|sqrt|sin|cos)_(f16|f32)")
 _GCN_FP32 = re.compile(r"^v_(pk_)?(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|max|min|max3|min3|med3|cmp\w*)_f32")
@@ -182,10 +183,11 @@ GCN = Dialect(
 
 
 def _listing(lines: Iterable[tuple[str, str, str]], targets: Callable[[Instruction], list[str]], end: str) -> Listing:
-    """Instructions and loops of lines that are each ("source", place, ""), ("label", name, "") or an instruction.
+    """Instructions and loops of lines that are each ("source", place, ""), ("label", name, "") or an instruction,
+    ("guarded", opcode, operands) where it has a predicate.
 
-    Behind a kernel's end stand waits that it jumps out to and back from: where ``end`` lies between, no loop goes
-    round. A loop that is gone back to from several places is one.
+    Behind a kernel's end stand waits that it jumps out to and back from: where an ``end`` that no thread passes over
+    lies between, no loop goes round. A loop that is gone back to from several places is one.
     """
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -196,8 +198,8 @@ def _listing(lines: Iterable[tuple[str, str, str]], targets: Callable[[Instructi
         elif what == "label":
             labels[name] = len(instructions)
         else:
-            instructions.append(Instruction(name, operands, source))
-    ends = [at for at, each in enumerate(instructions) if each.opcode == end]
+            instructions.append(Instruction(name, operands, source, what == "guarded"))
+    ends = [at for at, each in enumerate(instructions) if each.opcode == end and not each.guarded]
     named = {at: names[0] for at, each in enumerate(instructions) if (names := targets(each))}
     jumps = {at: labels[name] for at, name in named.items() if name in labels}
     loops: dict[int, int] = {}

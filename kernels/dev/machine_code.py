@@ -189,7 +189,8 @@ def _products_pending(listing: Listing, indices: list[int]) -> int | None:
     """Groups of warp-group products that a loop goes round with; None where it has none.
 
     A group ends with the product that signals ("gsb0"); a wait leaves so many of the latest under way. An epilogue
-    within the loop, which all steps but a tile's last jump over, may wait for all: the better of both ways counts.
+    within the loop, which all steps but a tile's last jump over, may wait for all: the better of both ways counts. A
+    wait that only a loop's last step jumps over is thereby not seen.
     """
     found = [_carried(listing, indices, jumping) for jumping in (False, True)]
     return max((each for each in found if each is not None), default=None)
@@ -215,17 +216,17 @@ def _carried(listing: Listing, indices: list[int], jumping: bool) -> int | None:
 
 def _in_flight(own: Sequence[Instruction], dialect: Dialect) -> int:
     """Bytes of loads that wait for their first use at once, at the most."""
-    waiting: dict[int, set[int]] = {}  # the first register of a load: all of them
+    waiting: dict[int, tuple[set[int], int]] = {}  # the first register of a load: all of them, its bytes
     most = 0
     for each in own:
         named = dialect.registers(each.operands)
         access = dialect.access(each)
-        waiting = {first: rest for first, rest in waiting.items() if not named & rest}
+        waiting = {first: (rest, size) for first, (rest, size) in waiting.items() if not named & rest}
         if access == Access("global", "load", access.bits if access else 0) and named:
             first = min(dialect.registers(each.operands.partition(",")[0]), default=None)
             if first is not None:
-                waiting[first] = set(range(first, first + max(1, access.bits // 32)))
-                most = max(most, sum(4 * len(rest) for rest in waiting.values()))
+                waiting[first] = set(range(first, first + max(1, access.bits // 32))), access.bits // 8
+                most = max(most, sum(size for _, size in waiting.values()))
     return most
 
 
@@ -248,5 +249,5 @@ def described(region: Region, outputs: int = 0) -> str:
         if count:
             said.append(f"{name} {count / outputs:.2g} an output;" if outputs else f"{name} {count};")
     if region.barriers:
-        said.append(f"{region.barriers} barriers;")
+        said.append(f"{region.barriers} barrier{'s' * (region.barriers > 1)};")
     return " ".join(said).rstrip(";")

@@ -40,11 +40,15 @@ _SAME = ("arith.extsi", "arith.extui", "arith.trunci", "arith.index_cast", "tt.b
 
 
 class Run(NamedTuple):
-    """Of the accesses at one place: ``bits`` that a thread could move at once, to or from ``argument``."""
+    """Of the accesses at one place: ``bits`` that a thread could move at once, to or from ``argument``: the fewest of
+    those that have this place, and the most.
+    """
 
     argument: str
     bits: int
     elements: int  # by thread, of all the tiles there
+    most: int
+    of_most: str  # whose they are
 
 
 class _Value(NamedTuple):
@@ -71,15 +75,14 @@ def runs(ttir: str, args: Mapping[str, Any], threads: int, stated: Mapping[str, 
     found: dict[str, Run] = {}
     for op, pointer in walk.accesses:
         key = f"{places.get(op.location, '')} {_KINDS[op.name]}"
-        run = _run(op, pointer, memory, threads)
-        before = found.get(key, run._replace(elements=0))
-        shortest = min(before, run, key=lambda each: each.bits)
-        found[key] = shortest._replace(elements=before.elements + run.elements)
+        found[key] = _both(_run(op, pointer, memory, threads), found.get(key))
     return found
 
 
 class Narrow(NamedTuple):
-    """Accesses of machine code that are narrower than what a thread owns there."""
+    """Accesses of machine code that are narrower than what a thread owns there: than the shortest run, or the widest of
+    them than the longest.
+    """
 
     kernel: str
     argument: str
@@ -98,11 +101,12 @@ class Narrow(NamedTuple):
 
 class Excuse(NamedTuple):
     """Why accesses to some arguments of a kernel are as narrow as ``bits``, in builds whose target and configuration
-    ("sm_100 dgrad-128x128x32-...") match.
+    ("sm_100 dgrad-128x128x32-...") match. Arguments that are read at one place have one name there.
     """
 
     build: str  # a regular expression that matches at the beginning
     kernel: str  # a regular expression, of the whole name
+    kinds: str  # likewise
     arguments: str  # likewise
     bits: int
     reason: str
@@ -112,21 +116,25 @@ class Excuse(NamedTuple):
             re.match(self.build, build) is not None
             and re.fullmatch(self.kernel, found.kernel) is not None
             and found.bits >= self.bits
+            and re.fullmatch(self.kinds, found.kind) is not None
             and re.fullmatch(self.arguments, found.argument) is not None
         )
 
 
 _MFMA = "Triton stores from the layout of mfma, four numbers of a row by thread (tritonamdgpu-optimize-epilogue)"
+_ALONG_K = "tcgen05 reads tf32 along K only: operands that lie otherwise are copied number by number"
+_SWIZZLED = "Triton copies eight codes at once, as many as it swizzles of the numbers that they become"
+_COUNT = "a number of each block or sequence, whose count is not told"
+_TREE = "a mask of 64 bytes a row, read where its scores are"
+_ATTENTION = "_paged_attention_fwd_kernel"
 EXCUSES: tuple[Excuse, ...] = (
-    Excuse("gfx", "_gemm_kernel", r"target_ptrs(\.\d)?|", 64, _MFMA),
-    Excuse(
-        "sm_100 .*tf32", "_gemm_kernel", r"[ab]_ptrs(\.\d)?", 32, "tcgen05 reads tf32 along K only: copied by number"
-    ),
-    Excuse("gfx", "_paged_attention_fwd_kernel", "out_ptr|part_ptr", 64, _MFMA),
-    Excuse(
-        "", "_cast_kernel|_push_kernel", "amaxes_ptr|parts_ptr", 32, "a number of each block, whose count is not told"
-    ),
-    Excuse("", "_paged_attention_fwd_kernel", "tree_ptr", 8, "a mask of 64 bytes a row, read where its scores are"),
+    Excuse("gfx", "_gemm_kernel", "store", r"target_ptrs(\.\d)?|", 64, _MFMA),
+    Excuse("gfx", _ATTENTION, "store", "out_ptr|part_ptr", 64, _MFMA),
+    Excuse(r"sm_100 (dgrad|wgrad)-\S*tf32", "_gemm_kernel", "copy", r"(a|b|source)_ptrs(\.\d)?", 32, _ALONG_K),
+    Excuse(r"sm_(80|86|89|120) 64x\S*-over-(fp8|int8)", _ATTENTION, "copy", "[kv]_ptr", 64, _SWIZZLED),
+    Excuse("", "_cast_kernel|_push_kernel", "load", "amaxes_ptr|parts_ptr", 32, _COUNT),
+    Excuse("", "_plan_kernel", "load", "query_start_loc_ptr|seq_lens_ptr", 32, _COUNT),
+    Excuse("", _ATTENTION, "load", "tree_ptr", 8, _TREE),
 )
 
 
@@ -140,13 +148,19 @@ def narrow(kernel: str, places: Mapping[str, int], owned: Mapping[str, Run]) -> 
     ``places`` counts accesses as ``machine_code.MachineCode.places`` does. What no line of Triton's IR asks for (inline
     assembly, waits on flags) is passed over.
     """
-    found = []
+    found: list[Narrow] = []
+    widest: dict[str, Narrow] = {}
     for place, count in places.items():
-        source, kind, bits = place.rsplit(" ", 2)
-        run = owned.get(f"{source} {'load' if kind == 'copy' else kind}")
-        if run is not None and kind != "atomic" and int(bits) < run.bits:
-            found.append(Narrow(kernel, run.argument, kind, int(bits), run.bits, count, source))
-    return found
+        source, kind, width = place.rsplit(" ", 2)
+        key, bits = f"{source} {'load' if kind == 'copy' else kind}", int(width)
+        run = owned.get(key)
+        if run is None or kind == "atomic":
+            continue
+        if bits < run.bits:
+            found.append(Narrow(kernel, run.argument, kind, bits, run.bits, count, source))
+        if key not in widest or bits > widest[key].bits:
+            widest[key] = Narrow(kernel, run.of_most, kind, bits, run.most, count, source)
+    return found + [each for each in widest.values() if each.bits < min(each.owned, WIDEST) and each not in found]
 
 
 def outputs(stores: Sequence[str], owned: Mapping[str, Run]) -> int:
@@ -164,7 +178,8 @@ def contiguous(tensor: torch.Tensor) -> int:
     rows = [length for length, stride in zip(tensor.shape, tensor.stride()) if stride == 1 and length > 1]
     if not rows:
         return 8 * size
-    return 8 * math.gcd(WIDEST // 8, *(size * each for each in (*pitches, *(rows if pitches else ()))))
+    begin = size * int(tensor.storage_offset())
+    return 8 * math.gcd(WIDEST // 8, begin, *(size * each for each in (*pitches, *(rows if pitches else ()))))
 
 
 def _tensors(args: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -181,18 +196,32 @@ def _flat(value: Any) -> Iterator[torch.Tensor]:
             yield from _flat(each)
 
 
+def _both(one: Run, other: Run | None) -> Run:
+    if other is None:
+        return one
+    fewest = min(one, other, key=lambda each: each.bits)
+    most = max(one, other, key=lambda each: each.most)
+    elements = one.elements + other.elements
+    return Run(fewest.argument, fewest.bits, elements, most.most, most.of_most)
+
+
 def _run(op: Op, pointer: _Value | None, memory: Mapping[str, int], threads: int) -> Run:
     shape, bits = _tile(op)
-    owned = max(1, math.prod(shape) // threads)
     argument = pointer.argument.removesuffix(".0") if pointer else ""
-    if not shape:
-        return Run(argument, bits, 1)
-    if pointer is None:
-        return Run(argument, bits * min(owned, WIDEST // bits), owned)
+    elements, run = 1, bits
+    if shape:
+        elements = max(1, math.prod(shape) // threads)
+        run *= max(1, min(elements, WIDEST // bits, _together(pointer, shape, bits, memory) if pointer else elements))
+    return Run(argument, run, elements, run, argument)
+
+
+def _together(pointer: _Value, shape: tuple[int, ...], bits: int, memory: Mapping[str, int]) -> int:
+    """Elements of a tile that lie together. A kernel may ask for fewer by tl.max_contiguous, but not for less than 32
+    bits.
+    """
     lengths = [length for length, step in zip(shape, pointer.steps) if step == 1]
-    length = math.prod(lengths) if lengths else 1
-    most = memory.get(pointer.argument, WIDEST) // bits
-    return Run(argument, bits * max(1, min(owned, length, most, pointer.hint, WIDEST // bits)), owned)
+    aligned = memory.get(pointer.argument, WIDEST) // bits
+    return min(math.prod(lengths), aligned, max(pointer.hint, 32 // bits)) if lengths else 1
 
 
 def _tile(op: Op) -> tuple[tuple[int, ...], int]:
@@ -299,6 +328,8 @@ def _combined(op: Op, values: list[Any], shape: tuple[int, ...]) -> _Value | Non
         steps = tuple(None if None in pair else sum(pair) for pair in pairs)
     elif op.name == "arith.subi":
         steps = tuple(None if None in pair else pair[0] - pair[1] for pair in pairs)
+    elif op.name in ("arith.remsi", "arith.remui", "arith.divsi", "arith.divui") and other.constant:
+        return _divided(op, one, other.constant)
     elif op.name == "arith.muli":
         steps = tuple(
             _times(a, other.constant) if b == 0 else _times(b, one.constant) if a == 0 else None for a, b in pairs
@@ -306,6 +337,18 @@ def _combined(op: Op, values: list[Any], shape: tuple[int, ...]) -> _Value | Non
     else:
         steps = tuple(0 if a == b == 0 else None for a, b in pairs)
     return _Value(steps, argument, hint=min(one.hint, other.hint)) if len(steps) == len(shape) else None
+
+
+def _divided(op: Op, value: _Value, by: int) -> _Value:
+    """Of numbers one apart: within runs that are a power of two long and divide ``by``, remainders are one apart, too,
+    and quotients equal. Runs of fewer than four are none.
+    """
+    if by % 4:
+        return _Value(tuple(0 if step == 0 else None for step in value.steps), value.argument)
+    steps = value.steps
+    if op.name.startswith("arith.div"):
+        steps = tuple(0 if step in (0, 1) else None for step in steps)
+    return _Value(steps, value.argument, hint=min(value.hint, by & -by))
 
 
 def _times(step: int | None, factor: int | None) -> int | None:

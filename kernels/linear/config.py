@@ -116,7 +116,8 @@ def _through_pointers(chip: Chip, gemm: Gemm) -> GemmConfig:
     """16-bit operands on chips without TMA."""
     amd = chip.matrix == "mfma"
     if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
-        config = GemmConfig(32, 64, 64, 4, 2 if amd else 4, use_tma=False)
+        warps = 8 if chip.spills_early and gemm.combine == "gated" else 4
+        config = GemmConfig(32, 64, 64, warps, 2 if amd else 4, use_tma=False)
         return dataclasses.replace(config, split_k=_splits(chip, config, gemm))
     # Two products in one tile, unaligned rows and two factors' gradients need the registers of half a tile.
     width = 64 if gemm.combine == "gated" or not gemm.aligned or gemm.reads == 2 else 128
@@ -127,6 +128,7 @@ def _through_pointers(chip: Chip, gemm: Gemm) -> GemmConfig:
     halves = gemm.reads > 0 and "accumulate" not in gemm.epilogue
     if chip.spills_early and gemm.combine != "gated":
         halves = not gemm.out_aligned if not gemm.reads else gemm.reads == 1 and gemm.writes > 1
+        halves |= gemm.remote == "gather" and gemm.pairs > 1 and gemm.writes > 1
     epilogue_subtile = gemm.remote == "send" or halves
     config = GemmConfig(
         128, width, 64 if amd else 32, 8, 2 if amd else 4, use_tma=False, epilogue_subtile=epilogue_subtile

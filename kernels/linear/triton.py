@@ -464,7 +464,7 @@ def _split_sum_kernel(
                 row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
                 for split in range(splits):
                     row_sum += tl.load(partial_sum_ptrs[i] + split * M + offs_m, mask=offs_m < M, other=0.0)
-                store_row_sum(row_sum_ptrs[i], row_sum, m, M, n == 0, EPILOGUE == "accumulate", BLOCK_M)
+                store_row_sum(row_sum_ptrs[i], row_sum, m, M, True, EPILOGUE == "accumulate", BLOCK_M)
 
 
 # -------------------------------------------------------------------------- an activation's gradient by itself

@@ -140,6 +140,7 @@ def _tile(problem: Problem, rows: int) -> AttentionConfig:
         return AttentionConfig(rows, 32 if wide else 64, 8 if rows == 128 else 4, 1 if problem.tree else 2)
     rows = min(rows, _most_rows(problem))
     small = max(problem.head_size, problem.v_size) <= 64
+    two_sizes = problem.head_size != problem.v_size  # on Blackwell they spill in two warps, and over 64 keys
     if rows <= 32:
         if chip.matrix == "mma" and wide:
             tile = AttentionConfig(rows, 64, 8, _STAGES, per_sm=1)
@@ -148,7 +149,7 @@ def _tile(problem: Problem, rows: int) -> AttentionConfig:
         padded = any(size & (size - 1) for size in (problem.head_size, problem.v_size))  # they spill in four warps
         all_rows = rows == 32 and not problem.fenced  # prefill as well, with all that it may be asked for
         if chip.matrix == "tcgen05" and not wide:
-            warps = 2 if padded and rows == 16 else 4
+            warps = 2 if padded and rows == 16 and not two_sizes else 4
             few = (all_rows and not small) or (padded and not problem.fenced)  # keys may come through registers
             return AttentionConfig(rows, 16 if few else 32, warps, _STAGES, per_sm=3)
         narrow = wide or (all_rows and problem.tree) or (chip.spills_early and _quantised(problem))
@@ -165,7 +166,7 @@ def _tile(problem: Problem, rows: int) -> AttentionConfig:
         return AttentionConfig(64, 64 if blackwell and not problem.tree else 32, 8, _STAGES, per_sm=1)
     # Where tcgen05 takes 64 rows, two programs with three stages hide more than one with five.
     stages = 3 if blackwell and rows == 64 else _STAGES
-    keys = 32 if blackwell and (small or problem.head_size != problem.v_size) else 64
+    keys = 32 if blackwell and (small or two_sizes) else 64
     return AttentionConfig(rows, keys, rows // 16, stages, per_sm=128 // rows)
 
 

@@ -74,6 +74,7 @@ def sections(problem: Problem) -> tuple[Section, ...]:
         items_at = at + HEADER
         merges_at = items_at + max_items * ITEM
         end = merges_at + max_merges * MERGE
+        assert items_at % 8 == merges_at % 8 == 0, "plan_triton tells the compiler so"
         where = (at, items_at, merges_at, end)
         found.append(Section(tiles, balance, max_items, max_merges, max_slots, part_rows, *where))
         at = end

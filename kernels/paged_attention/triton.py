@@ -434,7 +434,7 @@ def _merge_kernel(
     GROUP: tl.constexpr,
     V_SIZE: tl.constexpr,
     PART_ROWS: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # of a slot's K * PART_ROWS rows, side by side; divides PART_ROWS, or PART_ROWS it
+    BLOCK_R: tl.constexpr,  # rows, of K * PART_ROWS in a slot; both are powers of two
     BLOCK_V: tl.constexpr,  # columns
     BLOCK_P: tl.constexpr,  # parts at a time; 1 in invariant mode
     QUANTA: tl.constexpr,

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 
 def told(strides: Iterable[int], itemsize: int) -> int:
-    """Elements that are 16 bytes, if they divide all ``strides``; 1 if not, and where Triton sees it: that 16 does.
+    """The number of elements in 16 bytes, if it divides all ``strides``. 1 if not, and 1 if 16 divides all of them:
+    Triton sees that by itself.
 
     For ``vectors_triton.multiple``. Of an integer Triton looks at two things, whether it is 1 and whether 16 divides
     it: rows of 72 elements of two bytes would be loaded one by one.

@@ -186,7 +186,7 @@ def test_accesses_to_device_memory_have_their_width_and_place():
     assert outside.stores == ["triton.py:146", "triton.py:34"]
     assert described(outside, outputs=16) == (
         "outside: global load 3x128, store 2x128, store 1x32; 32 B in flight; MUFU 0.062 an output; "
-        "FP32 0.062 an output; 1 barriers"
+        "FP32 0.062 an output; 1 barrier"
     )
 
 
@@ -228,6 +228,13 @@ def test_a_wait_for_everything_is_seen(written, instead, copies, products):
     assert ATTENTION.count(written) == 1
     code = read_sass(ATTENTION.replace(written, instead.format(wait="WARPGROUP.DEPBAR.LE gsb0, 0x0")))
     assert (code.copies_pending, code.wgmma_pending) == (copies, products)
+
+
+def test_a_loop_that_ends_by_a_guarded_exit_is_one():
+    """ptxas closes loops so whose end is the kernel's."""
+    closed = ATTENTION.replace("@!P1 BRA `(.L_x_1) ;", "@P1 EXIT ;\n        /*4528*/                   BRA `(.L_x_1) ;")
+    code = read_sass(closed)
+    assert (len(code.regions), code.wgmma_pending, code.copies_pending) == (2, 1, 4)
 
 
 def test_an_epilogue_that_is_jumped_over_may_wait():

@@ -28,6 +28,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         (_meta(8, 40, 72, dtype=torch.uint8), 64),
         (_meta(8, 2)[:, 0], 16),
         (_meta(()), 16),
+        (_meta(32769)[1:].view(8, 4096), 16),  # begins behind an element
     ],
 )
 def test_how_far_memory_is_contiguous_and_aligned(tensor, bits):
@@ -94,13 +95,17 @@ ARGS = {
 }
 
 
+def _run(argument: str, bits: int, elements: int) -> Run:
+    return Run(argument, bits, elements, bits, argument)
+
+
 def test_runs_by_place_argument_and_share_of_a_thread():
     assert runs(TTIR, ARGS, 256) == {
-        "triton.py:29 load": Run("x_ptr", 128, 16),
-        "triton.py:146 store": Run("rstd_ptr", 32, 1),
-        "triton.py:128 load": Run("tables_ptr", 32, 1),  # 256 threads share 64 pages
-        "triton.py:53 load": Run("kv_ptrs.1", 128, 32),  # keys are anywhere, dimensions of one lie together
-        "triton.py:83 store": Run("kv_ptrs.1", 128, 32),
+        "triton.py:29 load": _run("x_ptr", 128, 16),
+        "triton.py:146 store": _run("rstd_ptr", 32, 1),
+        "triton.py:128 load": _run("tables_ptr", 32, 1),  # 256 threads share 64 pages
+        "triton.py:53 load": _run("kv_ptrs.1", 128, 32),  # keys are anywhere, dimensions of one lie together
+        "triton.py:83 store": _run("kv_ptrs.1", 128, 32),
     }
 
 
@@ -118,9 +123,29 @@ def test_a_run_ends_where_memory_or_a_threads_share_does(threads, changes, place
     assert runs(TTIR, ARGS | changes, threads)[place].bits == bits
 
 
-def test_the_shortest_run_of_a_place_counts_and_elements_add_up():
+def test_a_place_has_its_shortest_run_and_its_longest():
+    """Elements add up."""
     twice = TTIR.replace("%cols_1 = ", "%t = tt.load %tables_ptr : !tt.ptr<i32> loc(#loc7)\n    %cols_1 = ")
-    assert runs(twice, ARGS, 256)["triton.py:29 load"] == Run("tables_ptr", 32, 17)
+    found = runs(twice, ARGS, 256)
+    assert found["triton.py:29 load"] == Run("tables_ptr", 32, 17, 128, "x_ptr")
+    assert narrow("_kernel", {"triton.py:29 load 32": 1, "triton.py:29 load 128": 2}, found) == []
+    assert narrow("_kernel", {"triton.py:29 load 32": 9}, found) == [
+        Narrow("_kernel", "x_ptr", "load", 32, 128, 9, "triton.py:29")
+    ]
+
+
+def test_remainders_lie_together_within_a_divisor():
+    """Of elements that are counted through rows, as blocks are copied: quotients are equal within one, too."""
+    through = TTIR.replace(
+        "%cols_1 = ",
+        """%by = arith.constant dense<{by}> : tensor<4096xi32> loc(#loc)
+    %row_of = arith.divsi %cols, %by : tensor<4096xi32> loc(#loc)
+    %in_row = arith.remsi %cols, %by : tensor<4096xi32> loc(#loc)
+    %both = arith.addi %row_of, %in_row : tensor<4096xi32> loc(#loc)
+    %cols_1 = """,
+    ).replace("tt.expand_dims %cols {", "tt.expand_dims %both {")
+    for by, bits in ((64, 128), (4, 64), (72, 128), (100, 64), (99, 16)):
+        assert runs(through.replace("{by}", str(by)), ARGS, 256)["triton.py:29 load"].bits == bits
 
 
 def test_what_a_build_states_goes_before_its_tensors():
@@ -128,7 +153,7 @@ def test_what_a_build_states_goes_before_its_tensors():
 
 
 def test_a_kernel_says_how_much_a_thread_takes():
-    """By tl.max_contiguous, which Triton prints so."""
+    """By tl.max_contiguous, which Triton prints so; less than 32 bits need an excuse."""
     hint = ", tt.contiguity = dense<4> : tensor<1xi32>} : tensor<"
     for length, place, bits in (("4096", "triton.py:29 load", 64), ("128", "triton.py:53 load", 32)):
         told = TTIR.replace(
@@ -136,15 +161,16 @@ def test_a_kernel_says_how_much_a_thread_takes():
         )
         assert told != TTIR
         assert runs(told, ARGS, 256)[place].bits == bits
+        assert runs(told.replace("dense<4>", "dense<1>"), ARGS, 256)[place].bits == 32
 
 
 def test_pointers_that_are_lost_count_as_contiguous():
     lost = TTIR.replace("tt.addptr %ptrs, %cols_1", "tt.unheard_of %ptrs_9, %cols_1")
-    assert runs(lost, ARGS, 256)["triton.py:29 load"] == Run("", 128, 16)
+    assert runs(lost, ARGS, 256)["triton.py:29 load"] == _run("", 128, 16)
 
 
 def test_narrow_accesses_are_found_by_their_place():
-    owned = {"triton.py:29 load": Run("x_ptr", 128, 16), "triton.py:53 load": Run("k_ptr", 64, 8)}
+    owned = {"triton.py:29 load": _run("x_ptr", 128, 16), "triton.py:53 load": _run("k_ptr", 64, 8)}
     places = {
         "triton.py:29 load 128": 2, "triton.py:29 load 16": 8, "triton.py:53 copy 32": 1, "triton.py:53 copy 64": 1,
         "triton.py:99 load 8": 1, " store 8": 1, "triton.py:29 atomic 32": 1,
@@ -156,7 +182,7 @@ def test_narrow_accesses_are_found_by_their_place():
 
 
 def test_outputs_are_those_of_the_place_that_stores_most():
-    owned = {"triton.py:34 store": Run("y_ptr", 128, 16), "triton.py:146 store": Run("rstd_ptr", 32, 1)}
+    owned = {"triton.py:34 store": _run("y_ptr", 128, 16), "triton.py:146 store": _run("rstd_ptr", 32, 1)}
     assert outputs(["triton.py:146", "triton.py:34", "triton.py:99"], owned) == 16
     assert outputs([], owned) == 0
 

@@ -1,6 +1,6 @@
 """How many kernels Triton would compile for 100 lengths of each op, by its own binder; nothing is compiled or run.
 
-    python many_lengths.py [--only OP] [--fault specialised|constant]
+    python many_lengths.py [--only KIND ...] [--fault specialised|constant]
 
 A CPU stands in for a GPU (kernels/dev/stand_in.py), so that launches end in the binder, which says whether one needs
 another kernel than those before it. The lengths are token counts: rows of a norm, pairs of blocks, queries of a
