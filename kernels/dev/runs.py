@@ -36,6 +36,7 @@ _AXIS = re.compile(r"axis = (\d+)")
 _ORDER = re.compile(r"order = array<i32: ([\d, ]+)>")
 # "%x_ptrs_0: !tt.ptr<bf16> {tt.divisibility = 16 : i32} loc("x_ptrs"(#loc))": a tuple's members have one name
 _ARGUMENT = re.compile(r'(%[\w.$-]+): (!tt\.ptr)?[^%]*? loc\("([^"]+)"')
+_FAR = 1 << 40  # elements: a step that is not known, but that it is not 1
 _SAME = ("arith.extsi", "arith.extui", "arith.trunci", "arith.index_cast", "tt.bitcast", "tt.broadcast")
 
 
@@ -216,12 +217,14 @@ def _run(op: Op, pointer: _Value | None, memory: Mapping[str, int], threads: int
 
 
 def _together(pointer: _Value, shape: tuple[int, ...], bits: int, memory: Mapping[str, int]) -> int:
-    """Elements of a tile that lie together. A kernel may ask for fewer by tl.max_contiguous, but not for less than 32
-    bits.
+    """Elements of a tile that lie together: along steps of 1 or, where there are none, along those that are not known.
+
+    A kernel may ask for fewer by tl.max_contiguous, but not for less than 32 bits.
     """
-    lengths = [length for length, step in zip(shape, pointer.steps) if step == 1]
+    pairs = list(zip(shape, pointer.steps))
+    lengths = [length for length, step in pairs if step == 1] or [length for length, step in pairs if step is None]
     aligned = memory.get(pointer.argument, WIDEST) // bits
-    return min(math.prod(lengths), aligned, max(pointer.hint, 32 // bits)) if lengths else 1
+    return min(math.prod(lengths), aligned, max(pointer.hint, 32 // bits))
 
 
 def _tile(op: Op) -> tuple[tuple[int, ...], int]:
@@ -344,7 +347,7 @@ def _divided(op: Op, value: _Value, by: int) -> _Value:
     and quotients equal. Runs of fewer than four are none.
     """
     if by % 4:
-        return _Value(tuple(0 if step == 0 else None for step in value.steps), value.argument)
+        return _Value(tuple(step and _FAR for step in value.steps), value.argument)
     steps = value.steps
     if op.name.startswith("arith.div"):
         steps = tuple(0 if step in (0, 1) else None for step in steps)
@@ -352,5 +355,5 @@ def _divided(op: Op, value: _Value, by: int) -> _Value:
 
 
 def _times(step: int | None, factor: int | None) -> int | None:
-    """A step of 0 stays so; another by a number that is not known is not known."""
-    return 0 if step == 0 else None if step is None or factor is None else step * factor
+    """A step of 0 stays so. Another by an argument that is not known is far: Triton writes an argument of 1 as one."""
+    return 0 if step == 0 else None if step is None else step * (_FAR if factor is None else factor)

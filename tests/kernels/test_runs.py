@@ -169,6 +169,23 @@ def test_pointers_that_are_lost_count_as_contiguous():
     assert runs(lost, ARGS, 256)["triton.py:29 load"] == _run("", 128, 16)
 
 
+@pytest.mark.parametrize(
+    ("index", "bits"),
+    [
+        ("tt.load %tables : tensor<64x!tt.ptr<i32>>", 128),  # gathered
+        ("arith.unheard_of %here, %here : tensor<64xi32>", 128),
+        ("arith.muli %here, %strides : tensor<64xi32>", 32),  # an argument apart, which is none of 1
+        ("arith.muli %here, %here : tensor<64xi32>", 128),
+    ],
+)
+def test_steps_that_are_not_known_count_as_one(index, bits):
+    """16 threads read 64 pages."""
+    lines = f"%strides = tt.splat %stride : i32 -> tensor<64xi32>\n      %index = {index}\n      %page_ptrs = "
+    ttir = TTIR.replace("%page_ptrs = ", lines).replace("%tables, %here :", "%tables, %index :")
+    assert runs(ttir, ARGS, 16)["triton.py:128 load"].bits == bits
+    assert runs(ttir, ARGS, 64)["triton.py:128 load"].bits == 32
+
+
 def test_narrow_accesses_are_found_by_their_place():
     owned = {"triton.py:29 load": _run("x_ptr", 128, 16), "triton.py:53 load": _run("k_ptr", 64, 8)}
     places = {
