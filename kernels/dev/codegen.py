@@ -41,7 +41,7 @@ from .registry import Build
 _NAMES = ("op", "config", "target")
 _MEASURED = (
     *("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy"),
-    *("copies_pending", "wgmma_pending", "overwrites", "unfenced", "loops", "narrow"),
+    *("copies_pending", "wgmma_pending", "products_pending", "overwrites", "unfenced", "loops", "narrow"),
 )
 _PREDICTED = ("gemm", "flops", "bytes", "waves", "predicted_us", "peak_share", "bound")
 FIELDS = (*_NAMES, *_MEASURED, "exempt", "unpipelined", *_PREDICTED)
@@ -65,7 +65,8 @@ class Report:
     occupancy: float = 0.0  # resident warps as a share of what an SM can hold
     copies_pending: int | None = None  # as in machine_code.py
     wgmma_pending: int | None = None
-    overwrites: int = 0  # as in pipelines.py
+    products_pending: int | None = None  # of wgmma or tcgen05 as Triton asks for them, as in pipelines.py
+    overwrites: int = 0  # likewise
     unfenced: int = 0  # as in runtime/fences.py
     accesses: dict[str, int] = dataclasses.field(default_factory=dict)  # to device memory: "load 128" -> instructions
     loops: list[str] = dataclasses.field(default_factory=list)  # what each holds, as machine_code.described says it
@@ -87,6 +88,14 @@ class Report:
     predicted_us: float | None = None
     peak_share: float | None = None
     bound: str | None = None
+
+    @property
+    def serial(self) -> bool:
+        """A loop waits for each of its asynchronous products. ptxas may wait where Triton does not, so that of wgmma
+        the machine code counts; tcgen05 signals on barriers, of which Triton's IR alone tells.
+        """
+        asynchronous = self.wgmma or self.products_pending is not None
+        return asynchronous and not (self.wgmma_pending if self.wgmma else self.products_pending)
 
     def row(self) -> dict[str, Any]:
         """The fields of FIELDS; the measured ones are None where the build did not compile."""
@@ -121,9 +130,9 @@ def _pipeline_problems(report: Report) -> list[str]:
     found = []
     if report.wants_copies and not report.copies_pending:
         found.append("does not pipeline: a loop waits for every copy that it has under way")
-    serial = report.exempt is None and report.wgmma and not report.wgmma_pending  # None: no loop was found
+    serial = report.exempt is None and report.serial
     if serial and report.unpipelined is None:
-        found.append("does not pipeline: its loop waits for every warp-group product that it has under way")
+        found.append("does not pipeline: its loop waits for every matrix product that it has under way")
     if report.unpipelined is not None and not serial:
         found.append(f"is excused from pipelining ({report.unpipelined}) but pipelines")
     return found
@@ -182,6 +191,7 @@ def compile_build(build: Build) -> Report:
     chip = CHIPS[build.target]
     threads = compiled.metadata.num_warps * registry.TARGETS[build.target][2]
     owned = runs.runs(compiled.asm["ttir"], build.args, threads, build.runs)
+    ahead = pipelines.read(compiled.asm["ttgir"])
     # Warp specialisation adds warps: what counts is what the compiled kernel launches with.
     use = (code.registers, compiled.metadata.shared, compiled.metadata.num_warps)
     return Report(
@@ -197,7 +207,8 @@ def compile_build(build: Build) -> Report:
         occupancy=chip.occupancy(*use),
         copies_pending=code.copies_pending,
         wgmma_pending=code.wgmma_pending,
-        overwrites=pipelines.overwrites(compiled.asm["ttgir"]),
+        products_pending=ahead.pending,
+        overwrites=ahead.overwrites,
         unfenced=fences.unfenced(compiled.asm.get("ptx", "")),
         accesses=code.accesses,
         loops=[

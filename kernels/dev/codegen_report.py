@@ -28,7 +28,7 @@ from .registry import Build
 FOLDER = Path(__file__).resolve().parent / "compiled"
 _COLUMNS = (
     *("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy"),
-    *("copies_pending", "wgmma_pending", "overwrites", "unfenced", "loops", "narrow"),
+    *("copies_pending", "wgmma_pending", "products_pending", "overwrites", "unfenced", "loops", "narrow"),
     *("exempt", "unpipelined"),
 )
 _EXCUSES = slice(-2, None)

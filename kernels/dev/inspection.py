@@ -162,14 +162,16 @@ def _extremes(compiled: Sequence[Report], called: Callable[[Report], str]) -> It
 
 
 def _matrix_units(compiled: Iterable[Report]) -> str:
-    """How many of the kernels that should use Hopper's units do."""
+    """How many of the kernels that should use Hopper's units do, and how many leave a product under way."""
     hopper = [report for report in compiled if report.target == "sm_90"]
     wanted = {"wgmma": [r for r in hopper if r.wants_wgmma], "TMA": [r for r in hopper if r.wants_tma]}
-    said = [f"{unit} in {sum(getattr(r, unit.lower()) for r in rs)} of {len(rs)}" for unit, rs in wanted.items() if rs]
-    if not said:
-        return "no kernel here has to use wgmma or TMA"
+    units = [f"{unit} in {sum(getattr(r, unit.lower()) for r in rs)} of {len(rs)}" for unit, rs in wanted.items() if rs]
     exempt = sum(report.exempt is not None for report in hopper)
-    return f"{', '.join(said)} that multiply matrices on sm_90; {exempt} exempt"
+    said = [f"{', '.join(units)} that multiply matrices on sm_90; {exempt} exempt" if units else ""]
+    if asynchronous := [report for report in compiled if report.wgmma or report.products_pending is not None]:
+        ahead = sum(not report.serial for report in asynchronous)
+        said.append(f"{ahead} of {len(asynchronous)} loops with wgmma or tcgen05 leave a product under way")
+    return "; ".join(filter(None, said)) or "no kernel here has to use wgmma or TMA"
 
 
 def _accesses(compiled: Iterable[Report]) -> str:

@@ -1,9 +1,10 @@
-"""Whether what a kernel copies ahead stays clear of what its matrix products still read.
+"""How far a kernel's loops run ahead: whether copies stay clear of what products still read, and who waits for all.
 
 Products that run asynchronously (wgmma, tcgen05) read their operands until they are waited for. Triton's software
 pipeline has to give each operand so many buffers that no copy goes to where a product under way still reads; with one
 too few the next copy overwrites the operand beneath it (triton-lang/triton#6691). Machine code does not show that
-plainly. Triton's IR for GPUs ("TTGIR") does: its loops are run here on buffers and slots alone.
+plainly. Triton's IR for GPUs ("TTGIR") does: its loops are run here on buffers and slots alone. The same run counts the
+products that a loop goes round with, which for tcgen05 no number in the machine code says: they signal on barriers.
 """
 
 from __future__ import annotations
@@ -31,21 +32,35 @@ _INTEGER = re.compile(r"^arith\.constant (-?\d+|true|false)\b")
 _PENDINGS = re.compile(r"pendings = (\d+)")
 
 
-def overwrites(ttgir: str) -> int:
-    """How many copies of a kernel go to where a product under way still reads, each place in the text once.
+class Pipelines(NamedTuple):
+    """``overwrites``: copies that go to where a product under way still reads, each place in the text once.
+
+    ``pending``: wgmma or tcgen05 products that a loop of theirs goes round with, of all such loops the one with the
+    fewest; 0 where they are in no loop, None where there are none.
+    """
+
+    overwrites: int
+    pending: int | None
+
+
+def read(ttgir: str) -> Pipelines:
+    """What the loops of a kernel with wgmma or tcgen05 do; other products (mma) are over when the kernel goes on.
 
     Conditions that only a running kernel knows are all taken to hold, then all not to hold; loops go round a few times.
-    Other products (mma) have read their operands before the kernel goes on.
+    Either way a copy may overwrite. Of products under way the better one counts: an epilogue that only a tile's last
+    step enters may wait for all.
     """
     if not any(product in ttgir for product in _ASYNCHRONOUS):
-        return 0
+        return Pipelines(0, None)
     body = triton_ir.parse(ttgir)
     found: set[int] = set()
+    pending: dict[int, int] = {}
     for assumed in (True, False):
         walk = _Walk(assumed)
         walk.run(body)
         found |= walk.found
-    return len(found)
+        pending |= {loop: max(count, pending.get(loop, 0)) for loop, count in walk.pending.items()}
+    return Pipelines(len(found), min(pending.values(), default=0))
 
 
 # ----------------------------------------------------------------------------------------------------- running it
@@ -73,9 +88,11 @@ class _Walk:
 
     def __init__(self, assumed: bool) -> None:
         self.found: set[int] = set()  # lines of copies that overwrite
+        self.pending: dict[int, int] = {}  # lines of loops that begin products: how many they go round with
         self._assumed = assumed
         self._values: dict[str, Any] = {}
         self._under_way: list[_Product] = []
+        self._begun = 0
         self._allocated = 0
 
     def run(self, block: list[Op]) -> list[Any]:
@@ -105,12 +122,16 @@ class _Walk:
         pairs = op.carried()
         carried = [self._values.get(start) for _, start in pairs]
         at, step = self._values.get(header[2]), self._values.get(header[3])
-        for _ in range(_OUTER_ROUNDS if _holds_loop(op) else _ROUNDS):
+        innermost = not _holds_loop(op)
+        for round_ in range(_ROUNDS if innermost else _OUTER_ROUNDS):
+            begun = self._begun
             self._values[header[1]] = at
             for (name, _start), value in zip(pairs, carried):
                 self._values[name] = value
             carried = self.run(op.regions[0])
             at = at + step if isinstance(at, int) and isinstance(step, int) else None
+            if innermost and self._begun > begun and round_ >= _ROUNDS // 2:  # no longer on its way up
+                self.pending[op.line] = min(len(self._under_way), self.pending.get(op.line, len(self._under_way)))
         self._set(op, carried)
 
     def _region(self, op: Op) -> None:
@@ -143,8 +164,7 @@ class _Walk:
         elif name in _WRITES:
             self._write(next((value for value in operands[_WRITES[name] :] if isinstance(value, _Slot)), None), op)
         elif name == "ttng.warp_group_dot":
-            if "isAsync = true" in op.text:
-                self._begin(operands[:2], None)
+            self._begin(operands[:2], None, "isAsync = true" in op.text)
         elif name == "ttng.warp_group_dot_wait":
             pending = _PENDINGS.search(op.text)
             assert pending, op.text
@@ -152,8 +172,7 @@ class _Walk:
             self._set(op, operands)
         elif name.startswith("ttng.tc_gen5_mma"):
             barrier = next((value for value in operands[3:] if isinstance(value, _Slot)), None)
-            if "is_async" in op.text:
-                self._begin(operands[:2], barrier)
+            self._begin(operands[:2], barrier, "is_async" in op.text)
         elif name == "ttng.wait_barrier":
             self._end(operands[0])
         else:
@@ -163,8 +182,10 @@ class _Walk:
         if any(_overlap(slot, read) for product in self._under_way for read in product.reads):
             self.found.add(op.line)
 
-    def _begin(self, operands: list[Any], barrier: _Slot | None) -> None:
-        self._under_way.append(_Product(tuple(slot for slot in operands if isinstance(slot, _Slot)), barrier))
+    def _begin(self, operands: list[Any], barrier: _Slot | None, asynchronous: bool) -> None:
+        self._begun += 1
+        if asynchronous:
+            self._under_way.append(_Product(tuple(slot for slot in operands if isinstance(slot, _Slot)), barrier))
 
     def _end(self, barrier: Any) -> None:
         """Products end in the order in which they began: the oldest that signals here, and all before it."""

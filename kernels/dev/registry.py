@@ -65,7 +65,7 @@ class Build:
     wants_tma: bool = False  # asserted on sm_90
     wants_copies: bool = False  # asserted on NVIDIA's chips: copies are under way while a loop computes
     exempt: str | None = None  # why wgmma or TMA is not expected although this is a GEMM on sm_90
-    unpipelined: str | None = None  # why each step of a loop waits for all of its warp-group products
+    unpipelined: str | None = None  # why each step of a loop waits for all of its matrix products
     runs: Mapping[str, int] = field(default_factory=dict)  # bits of an argument's, where its tensor misleads runs.py
     gemm: Any = None  # what a matrix product was asked to do, linear.gemm.Gemm; what its cost is modelled from
     tile: Any = None  # and in which configuration, linear.gemm.GemmConfig

@@ -300,25 +300,27 @@ def samples() -> dict[str, tuple[Report, list[str]]]:
     ("name", "expected"),
     [
         ("good", []),
-        ("spills", ["spills", "every warp-group product"]),
+        ("spills", ["spills", "every matrix product"]),
         ("too-much-shared", ["shared memory"]),
         ("short-blocks", ["without wgmma"]),
         ("pointers", ["without TMA"]),
         ("exempt", []),
         ("old-chip", []),
+        ("blackwell", []),
+        ("blackwell-waits", ["every matrix product"]),
         ("spills-on-amd", ["spills", "could store 128 of c_ptr"]),  # the excuse is for shipped kernels
         ("prefill", []),
         ("prefill-waits", ["a loop waits for every copy"]),
         ("prefill-excused", ["is excused from pipelining (no reason) but pipelines"]),
         ("over-fp8", []),
-        ("over-fp8-unexcused", ["every warp-group product"]),
+        ("over-fp8-unexcused", ["every matrix product"]),
         ("copy", []),
         ("copy-narrow", ["of 16 bits at codegen_samples.py", "could store 128 of y_ptr"]),
         ("copy-of-odd-rows", []),
         ("copy-on-amd", []),
         ("copy-narrow-on-amd", ["of 32 bits at codegen_samples.py", "could store 128 of y_ptr"]),
         ("gated", []),
-        ("gated-unexcused", ["every warp-group product"]),
+        ("gated-unexcused", ["every matrix product"]),
         ("row-sum", []),
         ("row-sum-not-reloaded", ["copies go to where a product under way still reads"]),
     ],
@@ -376,7 +378,8 @@ def test_a_build_that_cannot_be_made_becomes_a_report(capsys):
     assert report.row() == {
         "op": "linear_act", "config": "nonesuch", "target": "sm_90", "registers": None, "spills": None,
         "shared_bytes": None, "instructions": None, "wgmma": None, "tma": None, "occupancy": None,
-        "copies_pending": None, "wgmma_pending": None, "overwrites": None, "unfenced": None, "loops": None,
+        "copies_pending": None, "wgmma_pending": None, "products_pending": None, "overwrites": None,
+        "unfenced": None, "loops": None,
         "narrow": None, "exempt": None, "unpipelined": None, "gemm": None, "flops": None, "bytes": None,
         "waves": None, "predicted_us": None, "peak_share": None, "bound": None,
     }  # fmt: skip
@@ -452,7 +455,7 @@ def test_inspect_begins_with_ten_lines(compiled, monkeypatch, capsys):
         "verdict 2 unfit to ship; what fails: spills (1), compilation (1)",
         "registers 255 of 255 per thread at most: fwd-128; 46 spills at most: fwd-128",
         "shared memory 227.0 of 227.0 KiB per block at most: fwd-64",
-        "matrix units wgmma in 1 of 1 that multiply matrices on sm_90; 0 exempt",
+        "matrix units wgmma in 1 of 1 that multiply matrices on sm_90; 0 exempt; 1 of 1 loops",
         "prediction 50% of peak; slowest 3.2 us, nt 16x64x32, bound by memory: fwd-64 (modelled, not measured)",
     ):
         assert line in said
@@ -522,6 +525,9 @@ def test_inspect_without_triton_says_what_to_do(monkeypatch, capsys):
     assert "pip install triton" in capsys.readouterr().err
 
 
+_TCGEN05 = {"target": "sm_100", "wgmma": False, "wgmma_pending": None}
+
+
 def test_a_process_that_interprets_does_not_compile(monkeypatch):
     monkeypatch.setattr(dispatch, "triton_version", lambda: "3.7.1")
     monkeypatch.setattr(dispatch, "interpreting", lambda: True)
@@ -548,16 +554,22 @@ def test_a_process_that_interprets_does_not_compile(monkeypatch):
         ({"wants_copies": True, "copies_pending": 0, "target": "sm_80"}, ["waits for every copy"]),
         ({"wants_copies": True, "copies_pending": 4}, []),
         ({"wants_copies": True, "copies_pending": 0, "unpipelined": "a reason"}, ["every copy", "but pipelines"]),
-        ({"gemm": "nt 8x8x8", "wgmma_pending": 0}, ["every warp-group product"]),
+        ({"gemm": "nt 8x8x8", "wgmma_pending": 0}, ["every matrix product"]),
         ({"gemm": "nt 8x8x8", "wgmma_pending": 1}, []),
         ({"gemm": "nt 8x8x8", "wgmma_pending": 0, "tma": False, "exempt": "rows of 66 bytes"}, []),
         ({"overwrites": 1}, ["races: 1 copies"]),
         ({"unfenced": 36, "overwrites": 3, "target": "sm_100"}, ["races: 3 copies", "races: 36 asynchronous"]),
-        ({"wgmma_pending": 0}, ["every warp-group product"]),
+        ({"wgmma_pending": 0}, ["every matrix product"]),
         ({"wgmma_pending": 0, "unpipelined": "a reason"}, []),
-        ({"wgmma_pending": None}, ["every warp-group product"]),  # no loop was found around them
+        ({"wgmma_pending": None}, ["every matrix product"]),  # no loop was found around them
         ({"wgmma_pending": None, "wgmma": False, "exempt": "rows of 66 bytes"}, []),
         ({"wgmma_pending": 1, "unpipelined": "a reason"}, ["but pipelines"]),
+        ({"wgmma_pending": 0, "products_pending": 1}, ["every matrix product"]),  # ptxas waits where Triton does not
+        ({**_TCGEN05, "products_pending": 0}, ["every matrix product"]),
+        ({**_TCGEN05, "products_pending": 0, "unpipelined": "a reason"}, []),
+        ({**_TCGEN05, "products_pending": 2}, []),
+        ({**_TCGEN05, "products_pending": 2, "unpipelined": "a reason"}, ["but pipelines"]),
+        ({**_TCGEN05, "products_pending": None, "unpipelined": "a reason"}, ["but pipelines"]),  # other instructions
         (
             {"narrow": [_NARROW]},
             ["narrow accesses: 4 of 16 bits at triton.py:29, where a thread of _kernel could load 128 of x_ptr"],

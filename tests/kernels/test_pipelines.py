@@ -88,34 +88,38 @@ def _from_registers(ttgir: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ttgir", "expected"),
+    ("ttgir", "overwrites", "pending"),
     [
-        (_wgmma(3), 0),  # the copy two ahead goes to the slot of the product before, which the wait has ended
-        (_wgmma(2), 1),  # of the product that has just begun
-        (_wgmma(2, pendings=0), 0),
-        (_wgmma(3, pendings=2), 1),
-        (_wgmma(4, pendings=2), 0),
-        (_wgmma(2, asynchronous="false"), 0),
-        (_wgmma(2, copy=_CP_ASYNC), 1),
-        (_wgmma(3, copy=_CP_ASYNC), 0),
-        (_wgmma(3).replace("%there = arith.remsi %next", "%there = arith.unknown %next"), 1),  # it may be any slot
-        (_tcgen05(3, "%before"), 0),
-        (_tcgen05(2, "%before"), 1),
-        (_tcgen05(2, "%done"), 0),
+        (_wgmma(3), 0, 1),  # the copy two ahead goes to the slot of the product before, which the wait has ended
+        (_wgmma(2), 1, 1),  # of the product that has just begun
+        (_wgmma(2, pendings=0), 0, 0),
+        (_wgmma(3, pendings=2), 1, 2),
+        (_wgmma(4, pendings=2), 0, 2),
+        (_wgmma(2, asynchronous="false"), 0, 0),
+        (_wgmma(2, copy=_CP_ASYNC), 1, 1),
+        (_wgmma(3, copy=_CP_ASYNC), 0, 1),
+        (_wgmma(3).replace("%there = arith.remsi %next", "%there = arith.unknown %next"), 1, 1),  # it may be any slot
+        (_wgmma(3).replace("scf.for", "scf.while"), 1, 0),  # no loop, and any slot
+        (_wgmma(3).replace("ttng.warp_group_dot", "tt.dot"), 0, None),
+        (_tcgen05(3, "%before"), 0, 1),
+        (_tcgen05(2, "%before"), 1, 1),
+        (_tcgen05(2, "%done"), 0, 0),
+        (_tcgen05(3, "%before").replace("{is_async} ", ""), 0, 0),
         # An operand that comes from registers has one buffer, which each step writes.
-        (_from_registers(_tcgen05(3, "%before")), 1),
-        (_from_registers(_tcgen05(3, "%done")), 0),
-        (_from_registers(_wgmma(3)), 1),
-        (_from_registers(_wgmma(3, pendings=0)), 0),
+        (_from_registers(_tcgen05(3, "%before")), 1, 1),
+        (_from_registers(_tcgen05(3, "%done")), 0, 0),
+        (_from_registers(_wgmma(3)), 1, 1),
+        (_from_registers(_wgmma(3, pendings=0)), 0, 0),
     ],
 )
-def test_copies_beneath_a_product_are_counted(ttgir, expected):
-    assert pipelines.overwrites(ttgir) == expected
+def test_how_far_loops_run_ahead(ttgir, overwrites, pending):
+    """Copies beneath a product that still reads, and the products that the loop goes round with."""
+    assert pipelines.read(ttgir) == (overwrites, pending)
 
 
 def test_what_is_no_ttgir_is_said_to_be_none():
     with pytest.raises(ValueError, match="do not close"):
-        pipelines.overwrites("ttng.warp_group_dot \nscf.for %i = %a to %b step %c {\n")
+        pipelines.read("ttng.warp_group_dot \nscf.for %i = %a to %b step %c {\n")
 
 
 _PTX = """

@@ -99,6 +99,8 @@ BUILDS = [
         _build(_pointer_gemm_kernel, "exempt", "sm_90", (64, 64, 32), 4, 2), exempt="a sample without TMA"
     ),
     _build(_pointer_gemm_kernel, "old-chip", "sm_80", (64, 64, 32), 4, 2),
+    _build(_tma_gemm_kernel, "blackwell", "sm_100", (128, 128, 64), 4, 3),
+    _build(_tma_gemm_kernel, "blackwell-waits", "sm_100", (128, 128, 64), 4, 1),
     _build(_pointer_gemm_kernel, "spills-on-amd", "gfx942", (256, 256, 32), 2, 2),
     PREFILL,
     dataclasses.replace(PREFILL, config="prefill-waits", num_stages=3),

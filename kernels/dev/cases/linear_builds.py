@@ -71,13 +71,14 @@ def build_of(op: str, item: device.Launch, target: str) -> Build:
     label += [f"gather{args['PIECES']}"] if gemm.remote == "gather" else []
     label += steps + _operands(args) + _odd(M=args["Ms"], N=args["Ns"], K=args["Ks"])
     exempt = _why_not_tensor_units(gemm, tile) if target == "sm_90" else None
+    serial = _why_serial(gemm, tile, target, args["EPILOGUE"]) if exempt is None else None
     return Build(
         config="-".join(label),
         **common,
         wants_wgmma=True,
         wants_tma=True,
         exempt=exempt,
-        unpipelined=_why_serial(gemm, args["EPILOGUE"]) if target == "sm_90" and exempt is None else None,
+        unpipelined=serial,
         runs={"": contiguous(args["target_ptrs"][0][0])} if args["EPILOGUE"] == "send" else {},  # the peers' rows
         gemm=gemm,
         tile=tile,
@@ -105,8 +106,12 @@ def _operands(args: dict[str, Any]) -> list[str]:
     return [name for name, there in present.items() if there] + ([f"and{saved}"] if saved else [])
 
 
-def _why_serial(gemm: Any, epilogue: str) -> str | None:
-    """Why the loop of a GEMM on sm_90 waits for each of its products, or None if it must not."""
+def _why_serial(gemm: Any, tile: Any, target: str, epilogue: str) -> str | None:
+    """Why the loop of a GEMM waits for each of its wgmma or tcgen05 products, or None if it must not."""
+    if target == "sm_100" and not tile.use_tma and tile.block_m >= 64 and gemm.dtype.itemsize < 4:
+        return "rows begin at any element: what cp.async cannot copy goes through registers into one buffer"
+    if target != "sm_90":
+        return None
     if epilogue == "gated":
         return "ptxas serialises the products of two accumulators that start at zero within the loop (C7515)"
     if gemm.precision == "tf32" and gemm.layout != "nt":

@@ -76,7 +76,6 @@ def _build(item: device.Launch, target: str, case: Case) -> Build:
     fp32 = case.dtype == torch.float32
     # A warp group multiplies 64 rows: decode's 16 use the older instruction, and fp32 has none.
     wgmma = attends and args["BLOCK_M"] >= 64 and not fp32
-    converted = wgmma and target == "sm_90" and args["k_ptr"].dtype != args["q_ptr"].dtype
     return Build(
         op="paged_attention",
         config="-".join(label),
@@ -88,8 +87,17 @@ def _build(item: device.Launch, target: str, case: Case) -> Build:
         wants_wgmma=wgmma,
         # AMD's tiles go through registers: its waits do not tell which of them belong to a later step.
         wants_copies=attends and target.startswith("sm_"),
-        unpipelined="each step converts its values into the same shared memory" if converted else None,
+        unpipelined=_why_serial(args, target) if wgmma else None,
     )
+
+
+def _why_serial(args: dict[str, Any], target: str) -> str | None:
+    """Why the loop waits for each of its wgmma or tcgen05 products, or None if it must not."""
+    if target == "sm_90" and args["k_ptr"].dtype != args["q_ptr"].dtype:
+        return "each step converts its values into the same shared memory"
+    if target == "sm_100" and args["V_SCALES"] == 2 and args["q_ptr"].dtype == torch.float16:
+        return "each step's product is scaled before it is added: fp16 holds values' scales as shares of the largest"
+    return None
 
 
 def _features(args: dict[str, Any], case: Case) -> list[str]:
