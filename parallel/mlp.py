@@ -27,15 +27,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.linear import Product, apply_activation, functional
-from ..kernels.runtime import autograd
+from ..kernels.linear import Product, apply_activation, feed_forward, functional
+from ..kernels.linear.feed_forward import Saved
+from ..kernels.runtime import autograd, library, repeated
 from ..kernels.runtime.dispatch import Choice
 from .core import collectives
+from .core.mesh import SINGLE
 from .core.operands import Params, close_grads, open_params
 from .core.options import TPOptions
 from .linear import sum_input_grad
 from .overlap.policy import LayerOverlap, column_overlap, row_overlap
-from .overlap.strategies import InFlight, Pending
+from .overlap.strategies import InFlight, Pending, Plain
 
 RECOMPUTE = (0, 1, 2)
 
@@ -59,15 +61,40 @@ def fused_mlp(
     group of one rank. Raises ValueError for operands that do not fit, RuntimeError with ``strict`` for an unavailable
     overlap.
     """
+    params = (*weights, *biases, out_weight, out_bias)
+    alone = options.group.size == 1
+    key = None
+    if alone and recompute < 2 and not options.fuse_wgrad_accumulation:
+        grad = torch.is_grad_enabled()
+        saves = grad and _saves_preact(x, params, recompute)
+        key = feed_forward.key_of(options.impl, x, params, residual, activation, saves)
+        settled = feed_forward.find(key)
+        if settled is not None:
+            if grad and _any_requires_grad(x, residual, *params):
+                return _apply(_Call(_ALONE, activation, recompute, len(weights), settled, key), residual, x, *params)
+            return settled.forward(x, params, residual)[0]
     call = _Call(options.now(), activation, recompute, n=len(weights))
-    if residual is not None and options.group.size > 1:
+    if residual is not None and not alone:
         raise ValueError("residual: a sum over ranks has no epilogue to add it in; add it to the result")
     if residual is not None and residual.dtype != (functional.autocast_dtype(x) or x.dtype):
         # Autocast can make the residual wider: add in the wider dtype, as torch does.
-        return residual + ParallelMLPFunction.apply(call, None, x, *weights, *biases, out_weight, out_bias)
+        return residual + ParallelMLPFunction.apply(call, None, x, *params)
     if residual is x:  # torch.compile does not accept a tensor twice
         residual = x.view_as(x)
-    return ParallelMLPFunction.apply(call, residual, x, *weights, *biases, out_weight, out_bias)
+    return ParallelMLPFunction.apply(call._replace(key=key), residual, x, *params)
+
+
+def _saves_preact(x: torch.Tensor, params: Params, recompute: int) -> bool:
+    """Whether forward keeps what the activation's gradient is formed of."""
+    *first, out_weight, _ = params
+    return _any_requires_grad(x, *first) or (recompute == 1 and out_weight.requires_grad)
+
+
+def _any_requires_grad(*tensors: Any) -> bool:
+    for tensor in tensors:  # noqa: SIM110 - a generator takes three times as long
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 class _Call(NamedTuple):
@@ -77,6 +104,8 @@ class _Call(NamedTuple):
     activation: str
     recompute: int
     n: int  # weights of the first layer
+    settled: Any = None  # kernels.linear.settled.FeedForward, of a call like one before
+    key: Any = None  # that such calls are looked up by
 
     @property
     def gated(self) -> bool:
@@ -98,6 +127,51 @@ class _Call(NamedTuple):
         """h, from [z] or [g, u]."""
         h = apply_activation(zs[0], self.activation)
         return h * zs[1] if self.gated else h
+
+
+def _forward_again(
+    ctx: Any, call: _Call, residual: torch.Tensor | None, x: torch.Tensor, params: tuple[Any, ...]
+) -> torch.Tensor:
+    """In one process, of a kind that was met before."""
+    n = call.n
+    _, _, need_x, *need = ctx.needs_input_grad
+    need_dz, need_h = need_x or any(need[: 2 * n]), need[2 * n]
+    y, h, zs = call.settled.forward(x, params, residual)
+    ctx.call, ctx.x_shape, ctx.keeps_shard = call, x.shape, False
+    ctx.save_for_backward(
+        x if any(need[:n]) else None,
+        h if need_h and call.recompute == 0 else None,
+        params[2 * n] if need_dz else None,
+        *(params[:n] if need_x else (None,) * n),
+        *(None,) * n,
+        *zs,
+    )
+    return y
+
+
+def _backward_again(ctx: Any, dy: torch.Tensor) -> Any:
+    """What backward returns, by launches that are settled.
+
+    None where this pass forms only some gradients, or what it reads lies otherwise than forward left it.
+    """
+    want = ctx.needs_input_grad
+    if library.quiet() and autograd.whole(ctx):
+        n = ctx.call.n
+        x, h, out_weight, *rest = ctx.saved_tensors
+        saved = Saved(x, h, rest[:n], out_weight, rest[2 * n :])
+        grads = ctx.call.settled.backward(repeated.dense(dy), want[2:], saved)
+        if grads is not None:
+            return None, dy if want[1] else None, *grads
+    # As forward leaves them that goes step by step.
+    n = len(want) - 2
+    ctx.choices, ctx.overlap, ctx.specs, ctx.buffers = _TRITON, (_PLAIN, _PLAIN), [None] * (n - 1), [None] * (n - 1)
+    ctx.dtypes = [dy.dtype] * n
+    return None
+
+
+_ALONE = TPOptions(SINGLE, site="mlp", grad=True)
+_PLAIN = LayerOverlap(Plain(SINGLE), Plain(SINGLE))
+_TRITON = (Choice("triton", "as a call like it before"),) * 2
 
 
 class _Left(NamedTuple):
@@ -128,6 +202,8 @@ class ParallelMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, residual: torch.Tensor | None, x_shard: torch.Tensor, *params: Any) -> Any:
+        if call.settled is not None:
+            return _forward_again(ctx, call, residual, x_shard, params)
         options, n = call.options, call.n
         alone, site = options.group.size == 1, options.site
         plain = open_params(ctx, x_shard, params, options.fuse_wgrad_accumulation and options.grad)
@@ -160,12 +236,16 @@ class ParallelMLPFunction(torch.autograd.Function):
         out_weight, out_bias = functional.cast((out_weight, out_bias), [dtype, dtype])
         out_overlap = row_overlap(options, h, out_weight)
         if alone:  # the epilogue adds bias and residual
+            given = residual
             if residual is not None:
                 functional.check_residual("linear_act", x_shard, [out_weight], residual)
                 residual = functional.as_rows(residual)
             (y_shard,) = Product.linear_act(
                 h, [out_weight], [out_bias], "identity", second_choice, residual=residual
             ).compute()
+            if call.key is not None:  # keep what a call like this one will: a checkpoint compares the two
+                feed_forward.keep(call.key, (first_choice, second_choice), x_shard, tuple(plain), given)
+                x, h = x_shard, h.view(*x_shard.shape[:-1], h.shape[1])
         else:
             product = Product.linear_act(h, [out_weight], [None], "identity", second_choice)
             if options.sequence_parallel:
@@ -197,10 +277,16 @@ class ParallelMLPFunction(torch.autograd.Function):
     @autograd.first_order
     def backward(ctx: Any, dy_shard: torch.Tensor) -> tuple[Any, ...]:
         call, n, options = ctx.call, ctx.call.n, ctx.call.options
+        if call.settled is not None:
+            grads = _backward_again(ctx, dy_shard)
+            if grads is not None:
+                return grads
         first_choice, second_choice = ctx.choices
         in_overlap, out_overlap = ctx.overlap
         site = options.site
         kept, h, out_weight, *rest = ctx.saved_tensors
+        if call.key is not None:
+            kept, h = (t if t is None else functional.as_rows(t) for t in (kept, h))
         weights, biases, zs = rest[:n], rest[n : 2 * n], rest[2 * n :]
         want = autograd.needed_grads(ctx)
         _, want_residual, want_x, *want_params = want
@@ -259,6 +345,9 @@ class ParallelMLPFunction(torch.autograd.Function):
         autograd.save_for_next_pass(ctx, [dy_shard], _Left(dy, x, h, () if dzs else zs, dzs), want, released=released)
         grads = close_grads(ctx, dx_shard, [*dws, *dbs, dout_weight, dout_bias])
         return None, dy_shard if want_residual else None, *grads
+
+
+_apply = autograd.direct(ParallelMLPFunction)
 
 
 def _first_again(

@@ -95,6 +95,7 @@ Result cuModuleLoadData(void **module, const void *image) {
 }
 Result cuModuleUnload(void *module) { return 0; }
 Result cuOccupancyMaxActiveClusters(int *clusters, void *function, const void *config) { *clusters = 1; return 0; }
+Result cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
 Result cuTensorMapEncodeIm2col(void) { return 0; }
 
 /* A descriptor in the layout of ptx/tensor_copies.py, with PTX's numbers of the types of elements. What CUDA refuses of

@@ -11,7 +11,7 @@ import triton
 from ..runtime import alloc, device, dispatch
 from ..runtime.signals import Gathered, Remote, Scattered
 from .config import forced
-from .plan import Operand, operands_of, plan_act_grad, plan_launch
+from .plan import Operand, Plan, operands_of, plan_act_grad, plan_launch
 
 Matrices = tuple[torch.Tensor, ...]
 Optional = tuple["torch.Tensor | None", ...]
@@ -24,14 +24,6 @@ def _own_rows(tensor: torch.Tensor) -> torch.Tensor:
     """A copy where the alignment of ``tensor`` would decide which instructions its rows are multiplied with."""
     (operand,) = operands_of((tensor,))
     return tensor if Operand._make(operand).fits_tma else tensor.clone(memory_format=torch.contiguous_format)
-
-
-_CUDA = torch.cuda.is_available()
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Where device-made TMA descriptors live. From torch's allocator, so CUDA graphs capture it."""
-    return torch.empty(size, dtype=torch.int8, device="cuda" if _CUDA else "cpu")
 
 
 def run_gemm(
@@ -64,34 +56,67 @@ def run_gemm(
         biases = tuple([bias if bias is None else bias.contiguous() for bias in biases])
     nothing = (None,) * len(targets)
     around = (biases or (None,) * len(a), scales, sources or nothing, targets, row_sums or nothing)
+    plan = planned(layout, a, b, around, combine, epilogue, activation, remote)
+    launched(plan, grid_of(plan, on), a, b, around, combine, _ends(remote))
+
+
+def planned(
+    layout: str,
+    a: Matrices,
+    b: Matrices,
+    around: tuple[Any, ...],
+    combine: str,
+    epilogue: str,
+    activation: str,
+    remote: Remote | None = None,
+) -> Plan:
+    """The plan of a launch with these arguments, ``around`` as :func:`launched` takes it."""
+    biases, scales, sources, targets, row_sums = around
     find = plan_launch if forced.config is None else plan_launch.__wrapped__
-    plan = find(  # the fields of a Call
-        device.architecture(on.device),
+    return find(  # the fields of a Call
+        device.architecture(targets[0][0].device),
         layout,
         combine,
         epilogue,
         activation,
         operands_of(a),
         operands_of(b),
-        None if biases is None else operands_of(biases),
+        operands_of(biases),
         None if scales is None else operands_of(scales),
-        None if sources is None else operands_of(sources[0]),
+        None if sources[0] is None else operands_of(sources[0]),
         tuple([operands_of(target) for target in targets]),
-        None if row_sums is None else operands_of(row_sums),
+        operands_of(row_sums),
         a[0].dtype is torch.float32 and device.allow_tf32(),
-        row_invariant,
+        layout != "tn" and dispatch.row_invariant(),
         *_remoteness(remote),
     )
-    grid = (min(plan.tiles, device.program_slots(on.device)), 1, 1)
-    if plan.config.use_tma:
-        # The allocator is a context variable: autograd's threads do not inherit it, so every launch sets it.
-        triton.set_allocator(_scratch)
-    ends = _ends(remote)
+
+
+def grid_of(plan: Plan, on: torch.Tensor) -> tuple[int, int, int]:
+    return min(plan.tiles, device.program_slots(on.device)), 1, 1
+
+
+NO_ENDS = (None, None, 0)
+
+
+def launched(
+    plan: Plan,
+    grid: tuple[int, int, int],
+    a: Matrices,
+    b: Matrices,
+    around: tuple[Any, ...],
+    combine: str,
+    ends: tuple[Any, Any, int] = NO_ENDS,
+) -> None:
+    """Launch a plan. ``around``: biases, scales, sources, targets and row sums, as the kernel takes them."""
+    _, _, _, targets, row_sums = around
+    on = targets[0][0]
     if plan.split_sum is None:
         plan.product.launch(grid, (a, b, *around, *ends), on=on)
         return
     outs = tuple([target[0] for target in targets])
-    parts, part_sums = _workspaces(plan.config.split_k, outs, combine, row_sums or nothing)
+    parts, part_sums = _workspaces(plan.config.split_k, outs, combine, row_sums)
+    nothing = (None,) * len(targets)
     plan.product.launch(grid, (a, b, (None,) * len(a), None, nothing, parts, part_sums, *ends), on=on)
     plan.split_sum.launch((plan.split_sum_tiles, 1, 1), (parts, part_sums, *around), on=on)
 
@@ -108,7 +133,7 @@ def _remoteness(remote: Remote | None) -> tuple[str, int, int]:
 def _ends(remote: Remote | None) -> tuple[Any, Any, int]:
     """wait_ptrs, send_ptrs and epoch, as the kernel takes them."""
     if remote is None:
-        return None, None, 0
+        return NO_ENDS
     signals = remote.signals
     assert signals.epoch is not None, "the host counts the exchanges of a GEMM"
     if isinstance(remote, Gathered):

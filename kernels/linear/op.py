@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from ..runtime import autograd, dispatch
+from ..runtime import autograd, dispatch, library, repeated
 from ..runtime import onednn as packing
 from ..runtime.dispatch import Choice
 from . import functional, onednn_autograd, reference
+from .config import forced
 
 Optional = tuple["torch.Tensor | None", ...]
 
@@ -77,6 +78,20 @@ def linear_act(
     """
     many = not isinstance(weight, torch.Tensor)
     weights: tuple[torch.Tensor, ...] = tuple(weight) if many else (weight,)  # type: ignore[assignment]
+    key = None
+    if not fuse_wgrad_accumulation and forced.config is None and dispatch.may_launch(impl, x):
+        listed = _listed(bias, len(weights))
+        grad = torch.is_grad_enabled()
+        wants = grad and _want_grad(x, *weights, *listed)
+        saves = wants and activation != "identity"
+        key = repeated.key_of(impl, (x, residual, *weights, *listed), ("linear_act", activation, saves))
+        launch = None if key is None else _calls.get(key)
+        if launch is not None:
+            if wants or (grad and _want_grad(residual)):
+                ys = launch.differentiable(x, weights, listed, residual)
+            else:
+                ys, _ = launch(x, weights, listed, residual)
+            return tuple(ys) if many else ys[0]
     if bias is None or isinstance(bias, torch.Tensor):
         if many and bias is not None:
             raise ValueError("linear_act: bias is one tensor but weight is a sequence; pass a bias or None for each")
@@ -124,6 +139,8 @@ def linear_act(
         ys = _shaped(ys, x)
     if late is not None:
         return ys[0] + late
+    if key is not None and choice.triton:
+        _keep(key, (x, residual, *params))
     return tuple(ys) if many else ys[0]
 
 
@@ -148,6 +165,13 @@ def gated_linear(
     backward saves x and the two factors before the activation.
     """
     weights, biases = (gate_weight, up_weight), (gate_bias, up_bias)
+    key = None
+    if not fuse_wgrad_accumulation and forced.config is None and dispatch.may_launch(impl, x):
+        saves = torch.is_grad_enabled() and _want_grad(x, *weights, *biases)
+        key = repeated.key_of(impl, (x, None, *weights, *biases), ("gated_linear", activation, saves))
+        launch = None if key is None else _calls.get(key)
+        if launch is not None:
+            return launch.differentiable(x, weights, biases) if saves else launch(x, weights, biases, None)[0][0]
     if not fuse_wgrad_accumulation and functional.settled(impl, x, gate_weight, activation, pack_weight) == "reference":
         return functional.plain_forward(x, weights, biases, activation, op="gated_linear")
     if pack_weight or packing.here.serving:
@@ -160,10 +184,15 @@ def gated_linear(
         buffers = autograd.main_grads(params) if fuse_wgrad_accumulation else (None,) * len(params)
         compiling = torch.compiler.is_compiling()
         apply = _GatedLinear.apply if compiling or choice.impl == "reference" else _apply_gated_linear
-        return apply(_Call("gated_linear", activation, choice, dtype, 2, buffers), x, *params)
+        h = apply(_Call("gated_linear", activation, choice, dtype, 2, buffers), x, *params)
+        if key is not None and choice.triton:
+            _keep(key, (x, None, *params))
+        return h
     rows, _, operands = _operands(dtype, x, None, params)
     where = functional.implementation(choice, rows, *operands)
     (h,) = _shaped(where.gated_linear_fwd(rows, operands[:2], operands[2:], activation, False), x)
+    if key is not None and choice.triton:
+        _keep(key, (x, None, *params))
     return h
 
 
@@ -176,6 +205,8 @@ class _Call(NamedTuple):
     dtype: torch.dtype  # to compute in
     n: int  # weights
     buffers: Sequence[torch.Tensor | None]  # where the gradients of weights and biases are added, None: returned
+    forward: Any = None  # of a call like one before: settled.Forward
+    backward: Any = None  # settled.LinearBackward
 
 
 def _operands(
@@ -195,6 +226,16 @@ def _shaped(results: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
     return results if x.dim() == 2 else [functional.shaped(each, x.shape[:-1]) for each in results]
 
 
+def _kept(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """What backward keeps of x: x itself where its rows are a view, as a call like one before does.
+
+    A checkpoint compares what a first call and its repetition keep.
+    """
+    if torch.compiler.is_compiling() or rows.dtype is not x.dtype or not repeated.rows_lie(x):
+        return rows
+    return x
+
+
 def _want_grad(*tensors: torch.Tensor | None) -> bool:
     for tensor in tensors:  # noqa: SIM110 - a generator takes three times as long
         if tensor is not None and tensor.requires_grad:
@@ -209,12 +250,19 @@ class _LinearAct(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, x: torch.Tensor, residual: torch.Tensor | None, *params: Any) -> Any:
         n = call.n
         _, need_x, need_residual, *need = ctx.needs_input_grad
-        rows, residual, operands = _operands(call.dtype, x, residual, params)
-        weights, biases = operands[:n], operands[n:]
-        save_preact = call.activation != "identity" and (need_x or any(need))  # the identity's backward needs none
-        where = functional.implementation(call.choice, rows, *operands, residual)
-        found = where.linear_act_fwd(rows, weights, biases, residual, call.activation, save_preact)
-        ys, zs = _shaped(found[:n], x), found[n:]
+        weights: Any
+        zs: Any
+        if call.forward is not None:
+            rows, weights = x, params[:n]
+            ys, zs = call.forward(x, weights, params[n:], residual)
+        else:
+            rows, residual, operands = _operands(call.dtype, x, residual, params)
+            weights, biases = operands[:n], operands[n:]
+            save_preact = call.activation != "identity" and (need_x or any(need))  # the identity's backward needs none
+            where = functional.implementation(call.choice, rows, *operands, residual)
+            found = where.linear_act_fwd(rows, weights, biases, residual, call.activation, save_preact)
+            ys, zs = _shaped(found[:n], x), found[n:]
+            rows = _kept(x, rows)
         if n > 1 and not (need_x or need_residual):  # outputs whose own operands want no gradient have none
             wants = [need_w or need_b for need_w, need_b in zip(need[:n], need[n:])]
             ctx.mark_non_differentiable(*[y for y, want in zip(ys, wants) if not want])
@@ -229,6 +277,10 @@ class _LinearAct(torch.autograd.Function):
     @autograd.first_order
     def backward(ctx: Any, *dys: torch.Tensor | None) -> Any:
         call, n = ctx.call, ctx.call.n
+        if call.forward is not None:
+            formed = _backward_again(ctx, dys)
+            if formed is not None:
+                return formed
         x, *rest = ctx.saved_tensors
         weights, zs = rest[:n], rest[n:]
         want = autograd.needed_grads(ctx)
@@ -258,13 +310,19 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: torch.Tensor, *params: Any) -> torch.Tensor:
         _, need_x, *need = ctx.needs_input_grad
-        rows, _, operands = _operands(call.dtype, x, None, params)
-        where = functional.implementation(call.choice, rows, *operands)
-        h, g, u = where.gated_linear_fwd(rows, operands[:2], operands[2:], call.activation, True)
+        operands: Any
+        if call.forward is not None:
+            rows, operands = x, params
+            (h,), (g, u) = call.forward(x, params[:2], params[2:], None)
+        else:
+            rows, _, operands = _operands(call.dtype, x, None, params)
+            where = functional.implementation(call.choice, rows, *operands)
+            h, g, u = where.gated_linear_fwd(rows, operands[:2], operands[2:], call.activation, True)
+            (h,) = _shaped([h], x)
+            rows = _kept(x, rows)
         weights = operands[:2] if need_x else [None, None]
         ctx.save_for_backward(rows if any(need[:2]) else None, *weights, g, u)
         ctx.call = call
-        (h,) = _shaped([h], x)
         return h
 
     @staticmethod
@@ -285,7 +343,70 @@ class _GatedLinear(torch.autograd.Function):
         return None, dx, *grads
 
 
+def _backward_again(ctx: Any, dys: Sequence[torch.Tensor | None]) -> Any:
+    """What :class:`_LinearAct`'s backward returns, by launches that are settled; None where this pass forms only some
+    gradients, or what it reads lies otherwise than forward left it.
+    """
+    if not all(isinstance(dy, torch.Tensor) for dy in dys) or not library.quiet() or not autograd.whole(ctx):
+        return None
+    call, n = ctx.call, ctx.call.n
+    x, *rest = ctx.saved_tensors
+    weights, zs = rest[:n], rest[n:]
+    dzs: Any = [repeated.dense(dy) for dy in dys]  # type: ignore[arg-type]  # none is None
+    if zs:
+        dzs = [functional.act_grad(functional.as_rows(dy), z, call.activation, call.choice) for dy, z in zip(dzs, zs)]
+    _, want_x, want_residual, *want = ctx.needs_input_grad
+    grads = call.backward(tuple(dzs), x, weights, (want_x, *want))
+    if grads is None:
+        return None
+    dx, dws, dbs = grads
+    if dx is not None and zs:
+        (dx,) = _shaped([dx], dys[0])  # type: ignore[arg-type]  # none is None
+    return None, dx, dys[0] if want_residual else None, *dws, *dbs
+
+
 _apply_linear_act, _apply_gated_linear = autograd.direct(_LinearAct), autograd.direct(_GatedLinear)
+
+
+class _Launch:
+    """Calls of one kind, counted."""
+
+    def __init__(self, op: str, activation: str, forward: Any, backward: Any, dtype: torch.dtype, n: int) -> None:
+        self._call = _Call(op, activation, _TRITON, dtype, n, (None,) * 2 * n, forward, backward)
+        self._forward, self._counted = forward, (op, "triton")
+
+    def __call__(self, x: torch.Tensor, weights: Any, biases: Any, residual: torch.Tensor | None) -> Any:
+        """The results, and what backward reads: as ``settled.Forward``."""
+        dispatch.counts[self._counted] += 1
+        return self._forward(x, weights, biases, residual)
+
+    def differentiable(self, x: torch.Tensor, weights: Any, biases: Any, residual: torch.Tensor | None = None) -> Any:
+        """The results, as part of autograd's graph."""
+        dispatch.counts[self._counted] += 1
+        if self._call.op == "gated_linear":
+            return _apply_gated_linear(self._call, x, *weights, *biases)
+        return _apply_linear_act(self._call, x, residual, *weights, *biases)
+
+
+_TRITON = Choice("triton", "as a call like it before")
+_calls: repeated.Calls[_Launch] = repeated.Calls()
+
+
+def _keep(key: Any, operands: Any) -> None:
+    """After a call that ran the kernel: have those of its kind launch it, if that is all that they need."""
+    op, activation, saves = key[4]
+    x, residual, *params = operands
+    weights, biases = params[: len(params) // 2], params[len(params) // 2 :]
+    added = all(t is None or (t.is_contiguous() and t.dtype is x.dtype) for t in (residual, *biases))
+    plain = added and residual is not x and all(w.numel() for w in weights) and not dispatch.row_invariant()
+    if plain and repeated.rows_lie(x):
+        settled = library.imported(f"{__package__}.settled")
+        forward = settled.Forward(x, weights, biases, residual, activation, saves, op == "gated_linear")
+        _calls[key] = _Launch(op, activation, forward, settled.LinearBackward(), x.dtype, len(weights))
+
+
+def _listed(bias: Any, n: int) -> tuple[torch.Tensor | None, ...]:
+    return (bias,) * n if bias is None or isinstance(bias, torch.Tensor) else tuple(bias)
 
 
 def _param_grads(
@@ -302,7 +423,7 @@ def _param_grads(
         of_weights, of_biases = given, [n + i for i in given]
         dws, dbs = functional.param_grads(
             [dzs[i] for i in given],  # type: ignore[misc]
-            x,
+            None if x is None else functional.as_rows(x),
             [want[i] for i in of_weights],
             [want[i] for i in of_biases],
             call.choice,

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from ..dropout.reference import threshold
-from ..runtime import alloc, device
+from ..runtime import alloc, device, repeated
 from . import config as configs
 from . import triton as kernels
 from .config import NormConfig
@@ -119,7 +119,124 @@ def norm_fwd(
     return [t for t in (y, rstd, mean, s) if t is not None]
 
 
-Grads = list["torch.Tensor | None"]  # of weight and bias
+_KEEPING = _Dropping(0.0, 0, 0)
+Grads = list["torch.Tensor | None"]  # of inputs, and of weight and bias
+
+
+class Forward:
+    """:func:`norm_fwd` without dropout for operands of one kind: what remains is to allocate, and to launch.
+
+    x and residual may have any number of dimensions if their rows lie as those of [T, D] do; y and s get the same.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        residual: Optional,
+        weight: Optional,
+        bias: Optional,
+        centred: bool,
+        eps: float,
+        weight_offset: float,
+    ) -> None:
+        rows, added = (t if t is None or t.dim() == 2 else t.flatten(0, -2) for t in (x, residual))
+        assert rows is not None
+        self._shape, self._rows, self._centred = tuple(x.shape), rows.shape[0], centred
+        self._dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        tensors = (rows, added, weight, bias, None, *self._outputs(x, residual))
+        where = device.architecture(x.device)
+        pitches = _pitch(rows), _pitch(added)
+        kinds = device.kinds_of(tensors)
+        self._run, self._grid = _forward(where, *rows.shape, pitches, kinds, eps, weight_offset, _KEEPING)
+        self._weight_offset = weight_offset
+        self._backwards: dict[Any, _Backward | None] = {}
+
+    def __call__(self, x: torch.Tensor, residual: Optional, weight: Optional, bias: Optional) -> tuple[Any, ...]:
+        """y, s or None, rstd, mean or None."""
+        outputs = self._outputs(x, residual)
+        self._run.launch(self._grid, (x, residual, weight, bias, None, *outputs), on=x)
+        return outputs
+
+    def backward(self, saved: tuple[Any, ...], dtypes: tuple[torch.dtype | None, ...]) -> Grads | None:
+        """The gradients whose dtype is given, as :func:`norm_bwd` has them, of dy, ds, s, weight, rstd and mean.
+
+        dx and dresidual have the shape of s. None where this needs other launches than one and the sum of its parts.
+        """
+        read = [t for t in saved if t is not None]
+        if any(t.data_ptr() & 15 for t in read):  # hooks on saved tensors may bring others
+            return None
+        key = dtypes, saved[1] is None, *[(t.shape, t.stride(), t.dtype) for t in read]
+        if key not in self._backwards:
+            self._backwards[key] = _Backward.of(saved, dtypes, self._weight_offset)
+        steps = self._backwards[key]
+        return None if steps is None else steps(saved)
+
+    def _outputs(self, x: torch.Tensor, residual: Optional) -> tuple[Any, ...]:
+        y = alloc.new_empty_of(x, self._dtype, *self._shape)
+        s = None if residual is None else alloc.new_empty_of(x, self._dtype, *self._shape)
+        rstd = alloc.new_empty_of(x, torch.float32, self._rows)
+        return y, s, rstd, alloc.new_empty_of(x, torch.float32, self._rows) if self._centred else None
+
+
+class _Backward:
+    """:func:`norm_bwd` without dropout for operands of one kind."""
+
+    @classmethod
+    def of(
+        cls, saved: tuple[Any, ...], dtypes: tuple[torch.dtype | None, ...], weight_offset: float
+    ) -> _Backward | None:
+        dy, ds, s, *others = saved
+        lie = all(repeated.rows_lie(t) for t in (dy, ds, s) if t is not None)
+        lie = lie and all(t is None or t.is_contiguous() for t in others)
+        some_input, sums = any(dtypes[:2]), sum(t is not None for t in dtypes[2:])
+        if not lie or not some_input:
+            return None
+        itemsize = max(t.element_size() for t in (dy, ds, s) if t is not None)
+        if not configs.sums_fit(device.architecture(s.device), s.shape[-1], itemsize, sums):
+            return None
+        return cls(saved, dtypes, weight_offset)
+
+    def __init__(self, saved: tuple[Any, ...], dtypes: tuple[torch.dtype | None, ...], weight_offset: float) -> None:
+        dy, ds, s, weight, *statistics = saved
+        self._dtypes, self._sizes = dtypes, [tuple(s.shape)] * 2 + [(s.shape[-1],)] * 2
+        rows: list[Any] = [None if t is None else t.flatten(0, -2) for t in (dy, ds, s)]
+        outs = self._outputs(s)
+        inputs, params = [None if t is None else t.flatten(0, -2) for t in outs[:2]], outs[2:]
+        tensors = (*rows, weight, *statistics, None, *inputs)
+        self._run, self._programs = _input_plan(
+            device.architecture(s.device),
+            device.program_slots(s.device),
+            rows[2].shape,
+            (_pitch(rows[0]), _pitch(rows[1]), _pitch(rows[2])),
+            device.kinds_of(tensors),
+            device.kinds_of(params),
+            weight_offset,
+            _KEEPING,
+        )
+        self._sum = None
+        if any(dtypes[2:]):
+            parts = self._parts(s)
+            kinds = device.kinds_of((*parts, *params))
+            self._sum = _sum_plan(device.architecture(s.device), self._programs, s.shape[-1], kinds)
+
+    def __call__(self, saved: tuple[Any, ...]) -> Grads:
+        s = saved[2]
+        outs, parts = self._outputs(s), self._parts(s)
+        self._run.launch((self._programs, 1, 1), (*saved, None, *outs[:2], *parts), on=s)
+        if self._sum is not None:
+            run, grid = self._sum
+            run.launch(grid, (*parts, *outs[2:]), on=s)
+        return outs
+
+    def _outputs(self, s: torch.Tensor) -> Grads:
+        return [
+            None if dtype is None else alloc.new_empty_of(s, dtype, *size)
+            for dtype, size in zip(self._dtypes, self._sizes)
+        ]
+
+    def _parts(self, s: torch.Tensor) -> Grads:
+        size = self._programs, s.shape[-1]
+        return [None if dtype is None else alloc.new_empty_of(s, torch.float32, *size) for dtype in self._dtypes[2:]]
 
 
 def norm_bwd(
@@ -152,6 +269,7 @@ def norm_bwd(
     sums = sum(t is not None for t in params)
     if s.numel():
         dy, ds, s = device.dense_rows(dy), None if ds is None else device.dense_rows(ds), device.dense_rows(s)
+        rstd, mean = rstd.contiguous(), None if mean is None else mean.contiguous()  # hooks may bring others
         itemsize = max(t.element_size() for t in (dy, ds, s) if t is not None)
         together = some_input and configs.sums_fit(device.architecture(where), D, itemsize, sums)
         parts: Grads = [None, None]

@@ -12,7 +12,7 @@ from ..dropout import op as dropout
 from ..dropout import reference as dropout_reference
 from ..dropout import schemas as dropout_schemas
 from ..linear.functional import as_rows, shaped
-from ..runtime import autograd, dispatch, library
+from ..runtime import autograd, dispatch, library, repeated
 from ..runtime.dispatch import Choice
 from ..runtime.dtypes import no_kernel
 from . import cpu, reference, schemas
@@ -112,8 +112,14 @@ def rms_norm(
             raise
         dispatch.count("rms_norm", "reference")
         return y if residual is None and not carry else (y, s)
+    key = None
+    if not dropout_p and dispatch.may_launch(impl, x):
+        key = repeated.key_of(impl, (x, residual, weight, None), ("rms_norm", eps, weight_offset, carry))
+        launch = None if key is None else _calls.get(key)
+        if launch is not None:
+            return launch(x, residual, weight, None)
     call = _Call("rms_norm", eps, weight_offset, dropout_p, stream, row_start, carry)
-    return _norm(call, x, weight, None, residual, rng_key, impl)
+    return _norm(call, x, weight, None, residual, rng_key, impl, key)
 
 
 @overload
@@ -183,8 +189,14 @@ def layer_norm(
             raise
         dispatch.count("layer_norm", "reference")
         return y if residual is None and not carry else (y, s)
+    key = None
+    if not dropout_p and dispatch.may_launch(impl, x):
+        key = repeated.key_of(impl, (x, residual, weight, bias), ("layer_norm", eps, weight_offset, carry))
+        launch = None if key is None else _calls.get(key)
+        if launch is not None:
+            return launch(x, residual, weight, bias)
     call = _Call("layer_norm", eps, weight_offset, dropout_p, stream, row_start, carry)
-    return _norm(call, x, weight, bias, residual, rng_key, impl)
+    return _norm(call, x, weight, bias, residual, rng_key, impl, key)
 
 
 def norm_choice(op: str, device: torch.device, impl: str = "auto", *dtypes: torch.dtype) -> Choice:
@@ -202,6 +214,7 @@ class _Call(NamedTuple):
     stream: int
     row_start: int
     carry: bool
+    forward: Any = None  # launch.Forward, of a call like one before
 
     @property
     def centred(self) -> bool:
@@ -222,8 +235,51 @@ def _plain(
     return bias is None or (bias.dtype is dtype and bias.is_cpu is on_cpu)
 
 
+class _Launch:
+    """Calls of one kind."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call, self._counted = call, (call.op, "triton")
+
+    def __call__(self, x: torch.Tensor, residual: Optional, weight: Optional, bias: Optional) -> Any:
+        call = self._call
+        dispatch.counts[self._counted] += 1
+        if torch.is_grad_enabled() and _want_grad(x, residual, weight, bias):
+            if not call.carry or x.requires_grad:
+                return _apply_norm(call, None, x, residual, weight, bias)
+            return _apply_norm(call._replace(carry=False), None, x, residual, weight, bias), x
+        y, s, _, _ = call.forward(x, residual, weight, bias)
+        return (y, x) if call.carry else y if s is None else (y, s)
+
+
+def _want_grad(*tensors: Optional) -> bool:
+    for tensor in tensors:  # noqa: SIM110 - a generator takes three times as long
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+_calls: repeated.Calls[_Launch] = repeated.Calls()
+
+
+def _keep(key: Any, call: _Call, x: torch.Tensor, residual: Optional, weight: Optional, bias: Optional) -> None:
+    """After a call that ran the kernel: have those of its kind launch it, if that is all that they need."""
+    dense = all(t is None or t.is_contiguous() for t in (weight, bias))
+    if dense and residual is not x and all(t is None or repeated.rows_lie(t) for t in (x, residual)):
+        launch = library.imported(f"{__package__}.launch")
+        forward = launch.Forward(x, residual, weight, bias, call.centred, call.eps, call.weight_offset)
+        _calls[key] = _Launch(call._replace(forward=forward))
+
+
 def _norm(
-    call: _Call, x: torch.Tensor, weight: Optional, bias: Optional, residual: Optional, rng_key: Optional, impl: str
+    call: _Call,
+    x: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    residual: Optional,
+    rng_key: Optional,
+    impl: str,
+    key: Any = None,
 ) -> Any:
     _check(call.op, x, weight, bias, residual)
     # torch.compile has to have looked at each number before the autograd function does (2.13 loses it otherwise).
@@ -253,6 +309,8 @@ def _norm(
             f"{call.op}: x has shape {tuple(x.shape)}: the kernel takes rows and columns up to {_LARGEST}; split the "
             "call, or pass impl='reference'"
         )
+    if key is not None:
+        _keep(key, call, x, residual, weight, bias)
     if residual is x:  # a compiled autograd function takes no tensor twice
         residual = x.view_as(x)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -356,7 +414,10 @@ class _Norm(torch.autograd.Function):
         weight: Optional,
         bias: Optional,
     ) -> Any:
-        y, s, rstd, mean = _forward(call, rng_key, x, residual, weight, bias)
+        if call.forward is not None:
+            y, s, rstd, mean = call.forward(x, residual, weight, bias)
+        else:
+            y, s, rstd, mean = _forward(call, rng_key, x, residual, weight, bias)
         # The tensors that the caller holds, not views of their memory: torch notices if they are written to.
         ctx.save_for_backward(rng_key, x if s is None else s, weight, rstd, mean)
         ctx.call = call
@@ -371,6 +432,10 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @autograd.first_order
     def backward(ctx: Any, *dys: Any) -> Any:
+        if ctx.call.forward is not None:
+            grads = _backward_again(ctx, *dys)
+            if grads is not None:
+                return grads
         want = autograd.needed_grads(ctx)
         dy, ds = dys if len(dys) == 2 else (*dys, None)
         if dy is None:
@@ -414,6 +479,25 @@ class _Norm(torch.autograd.Function):
 
 
 _apply_norm = autograd.direct(_Norm)
+
+
+def _backward_again(ctx: Any, dy: Optional, ds: Optional = None) -> Any:
+    """What backward returns, by launches that are settled; None where this pass forms only some gradients, or what it
+    reads lies otherwise than forward left it.
+    """
+    if dy is None or not library.quiet() or not autograd.whole(ctx):
+        return None
+    dy = repeated.dense(dy)
+    _, s, weight, rstd, mean = ctx.saved_tensors
+    dtypes = [dtype if yes else None for dtype, yes in zip(ctx.dtypes, ctx.needs_input_grad[2:])]
+    shared = dtypes[0] is dtypes[1]
+    if shared:
+        dtypes[1] = None
+    found = ctx.call.forward.backward((dy, ds, s, weight, rstd, mean), tuple(dtypes))
+    if found is None:
+        return None
+    dx, dresidual, *params = found
+    return None, None, dx, dx if shared else dresidual, *params
 
 
 def _from_sum(ctx: Any, ds: Optional, want_x: bool, want_residual: bool) -> tuple[Optional, Optional]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,6 +43,48 @@ def apply_rope_(
     _run(q, k, q, k, cos, sin, interleaved, conjugate)
 
 
+class Rotation:
+    """:func:`apply_rope` for operands of one kind: what remains is to allocate, and to launch.
+
+    With ``heads_first`` q is [..., N, S, H] and k [..., K, S, H], and results have their order in memory, too.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        interleaved: bool,
+        conjugate: bool,
+        heads_first: bool,
+    ) -> None:
+        self.heads_first = heads_first
+        heads: Any = (q, k, *self._outputs(q, k))
+        if heads_first:
+            heads = (None if x is None else x.transpose(-2, -3) for x in heads)
+        q, k, q_out, k_out = heads
+        self._plan = _planned(q, k, q_out, k_out, cos, sin, interleaved, conjugate)
+
+    @property
+    def whole(self) -> bool:
+        """Whether one launch is all that there is to do."""
+        return self._plan is not None and self._plan.programs > 0
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> list[torch.Tensor]:
+        outs = self._outputs(q, k)
+        assert self._plan is not None
+        self._plan.kernel.launch((self._plan.programs, 1, 1), (q, k, *outs, cos, sin), on=q)
+        return outs
+
+    def _outputs(self, q: torch.Tensor, k: torch.Tensor | None) -> list[Any]:
+        if self.heads_first:
+            return [None if x is None else alloc.empty_like(x) for x in (q, k)]
+        return [None if x is None else alloc.new_empty(x, *x.shape) for x in (q, k)]
+
+
 class _Call(NamedTuple):
     """What the arguments of a launch depend on, but for addresses."""
 
@@ -76,6 +118,29 @@ def _run(
 ) -> None:
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
+    plan = _planned(q, k, q_out, k_out, cos, sin, interleaved, conjugate)
+    if plan is not None:
+        if plan.programs:
+            plan.kernel.launch((plan.programs, 1, 1), (q, k, q_out, k_out, cos, sin), on=q)
+        return
+    # Tokens in three dimensions and more that are no two: a launch for each index of the first.
+    cos, sin = (table.expand(*q.shape[:-2], -1) for table in (cos, sin))
+    for i in range(q.shape[0]):
+        q_i, k_i = q[i], None if k is None else k[i]
+        outs = (q_i, k_i) if q_out is q else (q_out[i], None if k_out is None else k_out[i])
+        _run(q_i, k_i, *outs, cos[i], sin[i], interleaved, conjugate)
+
+
+def _planned(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    conjugate: bool,
+) -> _Plan | None:
     heads = (q, q_out) if k is None or k_out is None else (q, q_out, k, k_out)
     call = _Call(
         device.architecture(q.device),
@@ -90,17 +155,7 @@ def _run(
         conjugate,
         q_out is q,
     )
-    plan = _plan(call)
-    if plan is not None:
-        if plan.programs:
-            plan.kernel.launch((plan.programs, 1, 1), (q, k, q_out, k_out, cos, sin), on=q)
-        return
-    # Tokens in three dimensions and more that are no two: a launch for each index of the first.
-    cos, sin = (table.expand(*q.shape[:-2], -1) for table in (cos, sin))
-    for i in range(q.shape[0]):
-        q_i, k_i = q[i], None if k is None else k[i]
-        outs = (q_i, k_i) if q_out is q else (q_out[i], None if k_out is None else k_out[i])
-        _run(q_i, k_i, *outs, cos[i], sin[i], interleaved, conjugate)
+    return _plan(call)
 
 
 @functools.lru_cache(4096)

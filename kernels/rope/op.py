@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..runtime import autograd, dispatch, library
+from ..runtime import autograd, dispatch, library, repeated
 from ..runtime.dispatch import Choice
 from ..runtime.dtypes import FLOATS
 from . import reference, schemas
@@ -24,6 +24,7 @@ def apply_rope(
     *,
     interleaved: bool = False,
     inplace: bool = False,
+    heads_first: bool = False,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotary position embedding (Su et al., arXiv:2104.09864, section 3.4) of queries and keys, in one launch.
@@ -36,6 +37,8 @@ def apply_rope(
             with q [B, S, N, H]). The first P <= H elements of every head are rotated, the rest is handed through.
         interleaved: which elements make a pair: i and i + P/2 (GPT-NeoX, Llama), or 2i and 2i + 1 (GPT-J).
         inplace: write the result over q and k, and return them.
+        heads_first: q is [..., N, S, H] and k [..., K, S, H], as transformers has them; results have their order in
+            memory, too.
         impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``.
 
     Returns (q, k) rotated, in their dtype, rounded once; k is None where it was. Backward rotates by the opposite
@@ -48,6 +51,21 @@ def apply_rope(
             tensors, and one tensor as both q and k. Other overlaps in memory are the caller's to avoid.
         RuntimeError: impl="triton" where the kernel cannot run.
     """
+    key = None
+    if not inplace and dispatch.may_launch(impl, q):
+        key = repeated.key_of(impl, (q, k, cos, sin), (interleaved, False, heads_first))
+        known = None if key is None else _calls.get(key)
+        if known is not None and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
+            dispatch.counts[_COUNTED] += 1
+            grad = _wants_grad(q) or _wants_grad(k)
+            outs = _apply_rope(q, k, cos, sin, interleaved, known) if grad else known(q, k, cos, sin)
+            return outs[0], None if k is None else outs[1]
+    if heads_first:
+        turned = _turned(q, k)
+        outs = apply_rope(*turned, cos, sin, interleaved=interleaved, inplace=inplace, impl=impl)
+        if key is not None and repeated.key_of(impl, (*turned, cos, sin), (interleaved, False, False)) in _calls:
+            _remember(key, q, k, cos, sin)
+        return (q, k) if inplace else _turned(*outs)
     _check(q, k, cos, sin)
     if inplace:
         _check_inplace(q, k)
@@ -65,14 +83,52 @@ def apply_rope(
     else:
         if _wants_grad(q) or _wants_grad(k):
             apply = _ApplyRope.apply if torch.compiler.is_compiling() else _apply_rope
-            outs = apply(q, k, cos, sin, interleaved)
+            outs = apply(q, k, cos, sin, interleaved, None)
         else:
             outs = library.launches(schemas, q, k, cos, sin).apply_rope(q, k, cos, sin, interleaved, False)
+        if key is not None:
+            _remember(key, q, k, cos, sin)
         return outs[0], None if k is None else outs[1]
     return q, k
 
 
 _REFERENCE = Choice("reference", "settled")
+_COUNTED = _OP, "triton"
+_calls: repeated.Calls[Any] = repeated.Calls()  # launch.Rotation
+
+
+def _remember(key: Any, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """After a call that ran the kernel: have those of its kind launch it, if one launch of these tensors is all."""
+    dense = cos.stride() == sin.stride() and all(t is None or t.stride(-1) == 1 for t in (q, k, cos))
+    if dense and not q.is_meta:
+        launch = library.imported(f"{__package__}.launch").Rotation(q, k, cos, sin, *key[4])
+        if launch.whole:
+            _calls[key] = launch
+
+
+def _turned(q: torch.Tensor, k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens before heads, or the other way round."""
+    return q.transpose(-2, -3), None if k is None else k.transpose(-2, -3)
+
+
+def _rotated_back_by_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    heads_first: bool,
+) -> Any:
+    """By the opposite angles, outside autograd."""
+    key = repeated.key_of("triton", (q, k, cos, sin), (interleaved, True, heads_first))
+    known = None if key is None else _calls.get(key)
+    if known is not None:
+        return known(q, k, cos, sin)
+    first, second = _turned(q, k) if heads_first else (q, k)
+    outs = library.launches(schemas, first, second, cos, sin).apply_rope(first, second, cos, sin, interleaved, True)
+    if key is not None:
+        _remember(key, q, k, cos, sin)
+    return _turned(*[*outs, None][:2]) if heads_first else outs
 
 
 def rope_choice(device: torch.device, impl: str = "auto", *, unsupported: str | None = None) -> Choice:
@@ -109,19 +165,28 @@ class _ApplyRope(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        interleaved: bool,
+        known: Any,
     ) -> Any:
         _keep(ctx, cos, sin, interleaved)
-        outs = tuple(library.launches(schemas, q, k, cos, sin).apply_rope(q, k, cos, sin, interleaved, False))
-        frozen = [out for out, needed in zip(outs, ctx.needs_input_grad) if not needed]
-        if frozen:
-            ctx.mark_non_differentiable(*frozen)
+        ctx.heads_first = known is not None and known.heads_first
+        if known is not None:
+            outs = tuple(known(q, k, cos, sin)[: 1 if k is None else 2])
+        else:
+            outs = tuple(library.launches(schemas, q, k, cos, sin).apply_rope(q, k, cos, sin, interleaved, False))
+        if not all(ctx.needs_input_grad[: len(outs)]):
+            ctx.mark_non_differentiable(*[out for out, needed in zip(outs, ctx.needs_input_grad) if not needed])
         return outs
 
     @staticmethod
     @autograd.first_order
     def backward(ctx: Any, *dys: torch.Tensor | None) -> Any:
-        return *_rotated_back(ctx, dys), None, None, None
+        return *_rotated_back(ctx, dys), None, None, None, None
 
 
 _apply_rope = autograd.direct(_ApplyRope)
@@ -167,8 +232,8 @@ def _rotated_back(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> list[torch.
     if asked:
         first, second = [*(dys[i] for i in asked), None][:2]
         assert first is not None
-        where = library.launches(schemas, first, second, cos, sin)
-        for i, dx in zip(asked, where.apply_rope(first, second, cos, sin, ctx.interleaved, True)):
+        heads_first = getattr(ctx, "heads_first", False)
+        for i, dx in zip(asked, _rotated_back_by_kernel(first, second, cos, sin, ctx.interleaved, heads_first)):
             found[i] = dx
     return found
 
@@ -181,7 +246,7 @@ def _rotate_(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: to
         if not torch.compiler.is_compiling():  # which goes by the op's schema
             torch.autograd.graph.increment_version([x for x in xs if not x.is_inference()])
     elif torch.compiler.is_compiling():  # which has no notion of marking dirty what is a view
-        outs = _ApplyRope.apply(q, k, cos, sin, interleaved)
+        outs = _ApplyRope.apply(q, k, cos, sin, interleaved, None)
         for x, out in zip(xs, outs):
             x.copy_(out)
     elif all(grads) and (k is None or not any(x._is_view() for x in xs)):

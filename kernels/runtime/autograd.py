@@ -92,6 +92,24 @@ def needed_grads(ctx: Any) -> tuple[bool, ...]:
     return ctx.needs_input_grad if _cannot_ask() else tuple([answer != _NO for answer in _answers(ctx)])
 
 
+def whole(ctx: Any) -> bool:
+    """Whether this pass of backward is the first over its graph and wants every gradient that forward was asked for,
+    each on its way to a leaf's ``.grad`` or to another function.
+    """
+    if _cannot_ask() or getattr(ctx, "left", None) is not None or getattr(ctx, "released", False):
+        return False
+    wanted = 0
+    for node, _ in ctx.next_functions:
+        if node is not None:
+            try:
+                if not _will_execute(node):  # type: ignore[misc]  # None: cannot ask
+                    return False
+            except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
+                return False
+            wanted += 1
+    return bool(wanted == ctx.needs_input_grad.count(True))
+
+
 def captured(ctx: Any) -> tuple[bool, ...]:
     """For each argument of forward: is it a leaf whose gradient ``torch.autograd.grad`` will return to its caller?
 

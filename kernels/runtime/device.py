@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import cache_key
+from . import cache_key, launcher
 from .chips import described
 
 # Stands for the chip where kernels are interpreted: small blocks, so that small tests still cross tile borders.
@@ -77,6 +77,10 @@ def launch(
         return None
     if getattr(fn, "hash", "") is None:
         cache_key.settle(fn)
+    if args.get("USE_TMA"):
+        import triton
+
+        triton.set_allocator(launcher.scratch)  # a context variable: autograd's threads do not inherit it
     with torch.cuda.device_of(on):
         return fn[grid](**args, num_warps=num_warps, num_stages=num_stages)
 
@@ -86,8 +90,8 @@ class Prepared:
 
     The caller promises that these are the same at every launch: which of them are None, their dtypes, and whether their
     addresses are multiples of 16 bytes. The first launch on a device goes through Triton, which compiles; later ones
-    hand their arguments to what it compiled, past the binder that would look at each of them again and is most of what
-    a launch costs on the host. ``SHARDFUSE_BINDER=1`` has it look every time.
+    hand their arguments to what it compiled (``launcher.py``), past the binder that would look at each of them again
+    and is most of what a launch costs on the host. ``SHARDFUSE_BINDER=1`` has it look every time.
     """
 
     def __init__(
@@ -99,24 +103,19 @@ class Prepared:
         self._fn, self._rest = fn, rest
         self._launched = {"num_warps": num_warps, "num_stages": num_stages, "config": config, "gemm": gemm}
         self._values = tuple(rest.values())
-        self._compiled: dict[tuple[int, tuple[int, int, int]], Any] = {}  # by the device's index and the grid
+        self._runs: dict[tuple[int, tuple[int, int, int]], launcher.Run] = {}  # by the device's index and the grid
 
     def launch(self, grid: tuple[int, int, int], tensors: tuple[Any, ...], *, on: torch.Tensor) -> None:
         """As the function :func:`launch`, with ``tensors`` (tensors, None, tuples of these) as the first arguments."""
         index = on.get_device()
-        key = index, grid
-        run = self._compiled.get(key)
+        run = self._runs.get((index, grid))
         if run is None:
             args = dict(zip(self._names, tensors)) | self._rest
             compiled = launch(self._fn, grid, args, on=on, **self._launched)
             if _SKIP_BINDER and hasattr(type(compiled), "__getitem__"):  # else still compiling elsewhere
-                self._compiled[key] = compiled[grid]
-            return
-        if index < 0 or index == torch.cuda.current_device():
-            run(*tensors, *self._values)
-            return
-        with torch.cuda.device_of(on):
-            run(*tensors, *self._values)
+                self._runs[index, grid] = launcher.bind(compiled, grid, index)
+        else:
+            run(tensors + self._values)
 
 
 def kinds_of(tensors: Sequence[torch.Tensor | None] | None) -> Any:
@@ -138,6 +137,11 @@ _SKIP_BINDER = torch.version.hip is None and os.environ.get("SHARDFUSE_BINDER", 
 def divisor(size: int) -> int:
     """16 if it divides ``size``, else 1: what a kernel is told of an argument whose value it is not specialised on."""
     return 1 if size % 16 else 16
+
+
+def setting() -> Any:
+    """What a launch depends on beside its arguments, and a process may change: for keys of what is remembered."""
+    return _most_programs, _capture is None, architecture, program_slots
 
 
 def architecture(device: torch.device) -> str:
@@ -210,8 +214,11 @@ def allow_tf32() -> bool:
     """Whether torch's settings let fp32 matrix products round their inputs to tf32 on a GPU."""
     if _capture is not None:
         return _capture.tf32
+    if _fp32_precision is not None:
+        return bool(_fp32_precision("cuda", "matmul") == "tf32")
     return _MATMUL.fp32_precision == "tf32" if _NAMES_PRECISION else bool(_MATMUL.allow_tf32)
 
 
+_fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # what the attribute below asks, past Python
 _MATMUL = torch.backends.cuda.matmul
 _NAMES_PRECISION = hasattr(_MATMUL, "fp32_precision")  # torch >= 2.9; reading the older flag beside it may raise

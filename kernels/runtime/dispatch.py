@@ -173,6 +173,12 @@ def uses_reference(impl: str, on: torch.Tensor) -> bool:
     return impl == "reference" or (impl == "onednn" and on.is_cpu)
 
 
+def may_launch(impl: str, on: torch.Tensor) -> bool:
+    """Whether a kernel may run of a call with ``impl`` on the device of ``on``."""
+    impl = _AUTO if impl == "auto" else impl
+    return impl == "triton" or (impl == "auto" and not on.is_cpu)
+
+
 def choose(
     op: str,
     device: torch.device,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 NAMESPACE = "shardfuse"  # a build for the kernel hub names its own (integrations/hub/build.py)
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -86,6 +87,22 @@ def watched() -> bool:
     return torch.compiler.is_compiling() or bool(_modes() or _functions() or _traces() or _level() is not None)
 
 
+def quiet() -> bool:
+    """Whether nothing has to see the ops that run, or has a say in what they do: what :func:`launches` asks of modes,
+    and autocast and forward-mode differentiation.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or _modes()
+        or _functions()
+        or _traces()
+        or _profiles()
+        or _level() is not None
+        or _casts()
+        or forward_ad._current_level >= 0
+    )
+
+
 def direct(*operands: torch.Tensor | None) -> bool:
     """Whether an op may run on ``operands`` without the dispatcher: no one has to see it, and all are plain tensors."""
     if watched():
@@ -118,5 +135,6 @@ _functions = getattr(torch._C, "_len_torch_function_stack", _yes)
 _traces = getattr(torch._C, "_is_tracing", _yes)
 _profiles = getattr(torch.autograd, "_profiler_enabled", _yes)
 _level = getattr(torch._C._functorch, "maybe_current_level", _yes)
+_casts = getattr(torch._C, "_is_any_autocast_enabled", _yes)
 _wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", _yes)
 PLAIN = (torch.Tensor, torch.nn.Parameter)

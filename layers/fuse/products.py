@@ -81,6 +81,10 @@ def operands(layers: Layers, packed: bool = False) -> tuple[list[Any], list[Any]
     """The weights [F, D] and biases [F] of ``layers``, or of the two halves of one ``packed`` layer [2 F, D]."""
     weights, biases = [], []
     for layer in layers:
+        if type(layer) is nn.Linear:
+            weights.append(_held(layer, "weight"))
+            biases.append(_held(layer, "bias"))
+            continue
         split = isinstance(layer, SplitLinear)
         weight, bias = layer.operand() if split else (_held(layer, "weight"), _held(layer, "bias"))
         weights.append(weight.t() if not split and is_conv1d(layer) else weight)
@@ -116,10 +120,14 @@ def feed_forward(x: torch.Tensor, layers: Layers, last: Any, activation: str, pa
     group = group_of(last)
     if group.size > 1:
         return _over_ranks(x, layers, weight, bias, activation, packed)
-    if not torch.is_grad_enabled() or uses_reference("auto", x) or not linear_act_choice(x.dtype, x.device).triton:
+    plain = uses_reference("auto", x) or (torch.compiler.is_compiling() and not torch.is_grad_enabled())
+    if plain or not linear_act_choice(x.dtype, x.device).triton:
         return linear_act(hidden(x, layers, activation, packed), weight, bias, pack_weight=not last.training)
     weights, biases = operands(layers, packed)
-    return fused_mlp(x, weights, biases, weight, bias, TPOptions(SINGLE, site="mlp"), activation=activation)
+    return fused_mlp(x, weights, biases, weight, bias, _ALONE, activation=activation)
+
+
+_ALONE = TPOptions(SINGLE, site="mlp")
 
 
 def group_of(layer: Any) -> Group:

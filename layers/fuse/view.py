@@ -31,10 +31,10 @@ class View:
     def __init__(self, module: Any, replaced: dict[str, Any]) -> None:
         self.__dict__["_module"] = module
         self.__dict__["_replaced"] = replaced
+        for name, value in replaced.items():  # found before __getattr__ is asked
+            self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._replaced:
-            return self._replaced[name]
         value = getattr(self._module, name)
         if type(value) is types.MethodType and value.__self__ is self._module and _runs_on_views(value.__func__):
             return partial(value.__func__, self)  # torch.compile supports partial, but not methods of views
@@ -55,12 +55,13 @@ class Shared:
 
     def stands(self) -> dict[str, Any]:
         """The stand-ins that a view has for the layers."""
-        return {name: Stand(layer, partial(self.call, name)) for name, layer in self.layers.items()}
+        return {name: _Part(layer, self, name) for name, layer in self.layers.items()}
 
     def call(self, name: str, x: Any) -> Any:
         if self.input is None:
             self.input = x, version(x)
             self.results = dict(zip(self.layers, self.run(x, tuple(self.layers.values()))))
+            return self.results.pop(name)
         if name in self.results and x is self.input[0] and version(x) == self.input[1]:
             return self.results.pop(name)
         self.apart = True
@@ -82,6 +83,16 @@ class Stand:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
+
+
+class _Part(Stand):
+    """The stand-in for the layer ``name`` of a :class:`Shared`."""
+
+    def __init__(self, layer: Any, shared: Shared, name: str) -> None:
+        self._layer, self._shared, self._name = layer, shared, name
+
+    def __call__(self, x: Any) -> Any:
+        return self._shared.call(self._name, x)
 
 
 def with_globals(function: Any, values: dict[str, Any]) -> Any:

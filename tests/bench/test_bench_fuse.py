@@ -38,7 +38,7 @@ def test_every_row_is_measured(small: None):
     outcome = runner.run(suite.BENCHMARK, settings)
     assert outcome.green
     assert [row.key for row in outcome.rows] == [planned.key for planned in suite.plan(settings)]
-    assert len(outcome.rows) == 1 + len(suite.HOST_CALLS)
+    assert len(outcome.rows) == 1 + 2 * len(suite.HOST_CALLS)
     assert all(row.ratio > 0 for row in outcome.rows)
 
 
@@ -67,8 +67,9 @@ def test_the_committed_result_has_these_rows():
     record = json.loads((stale.RESULTS / "cpu" / "fuse.json").read_text())
     assert (record["bench"], record["gate"], record["dry"]) == ("fuse", "green", False)
     rows = [Row.from_record(row) for row in record["rows"]]
-    assert [row.case for row in rows if row.target is not None] == list(suite.KINDS)
-    assert [row.metric.partition(": ")[2] for row in rows if row.target is None] == list(suite.HOST_CALLS)
+    assert [row.case for row in rows if row.target == suite.STEP] == list(suite.KINDS)
+    for peer in ("stock module", "one bare launch"):
+        assert [row.metric.partition(": ")[2] for row in rows if row.peer_name == peer] == list(suite.HOST_CALLS)
 
 
 @pytest.mark.nightly(seconds=50)

@@ -14,7 +14,7 @@ from shardfuse.kernels.dev import accuracy, registry
 from shardfuse.kernels.linear import gated_linear, linear_act
 from shardfuse.kernels.linear.config import forced, pick_config
 from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
-from shardfuse.kernels.runtime import dispatch
+from shardfuse.kernels.runtime import dispatch, tuning
 from shardfuse.kernels.runtime.chips import CHIPS
 
 launch = pytest.importorskip("shardfuse.kernels.linear.launch", reason="Triton is not installed")
@@ -78,12 +78,12 @@ def _only_for(spec, config):
         return config if gemm.combine == "gated" else inner(arch, gemm)
 
     plan.pick_config = pick
-    plan.plan_launch.cache_clear()
+    tuning.forget()
     try:
         yield
     finally:
         plan.pick_config = inner
-        plan.plan_launch.cache_clear()
+        tuning.forget()
 
 
 @pytest.mark.interpret

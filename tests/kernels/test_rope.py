@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardfuse.kernels.dev import accuracy, registry
 from shardfuse.kernels.dev.cases import rope as cases
-from shardfuse.kernels.rope import apply_rope, schemas
-from shardfuse.kernels.runtime import dispatch, library
+from shardfuse.kernels.rope import apply_rope
+from shardfuse.kernels.runtime import device, dispatch
 
 SPEC = cases.SPEC
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -225,14 +225,14 @@ def test_one_of_the_two_is_frozen(frozen, shape, inplace):
 def launches(monkeypatch):
     """The shapes of what every launch out of place rotates, and whether back."""
     seen = []
-    launch = library.imported(schemas.LAUNCH)
-    inner = launch.apply_rope
+    inner = device.Prepared.launch
 
-    def watched(q, k, cos, sin, interleaved, conjugate):
-        seen.append((tuple(q.shape), None if k is None else tuple(k.shape), conjugate))
-        return inner(q, k, cos, sin, interleaved, conjugate)
+    def watched(self, grid, tensors, *, on):
+        q, k = tensors[:2]
+        seen.append((tuple(q.shape), None if k is None else tuple(k.shape), self._rest["CONJUGATE"]))
+        return inner(self, grid, tensors, on=on)
 
-    monkeypatch.setattr(launch, "apply_rope", watched)
+    monkeypatch.setattr(device.Prepared, "launch", watched)
     return seen
 
 

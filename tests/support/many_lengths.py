@@ -165,7 +165,7 @@ def forget() -> None:
         if type(found) is JITFunction:
             found.device_caches.clear()
         elif type(found) is device.Prepared:
-            found._compiled.clear()
+            found._runs.clear()
 
 
 if __name__ == "__main__":

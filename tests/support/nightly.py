@@ -76,6 +76,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make test-portable ARGS='--run 2 --half 2'", 290),
         Part("make test-hub", 40),
         Part("make test-contracts", 15),
+        Part("make fuzz SECONDS=30 SEED={seed} ARGS=tests/fuzz/test_fuse_changes.py", 75),
     ),
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 4/10\"", 400),),
     (Part("make test-oldest JOBS='ranks-2 rest-2'", 480),),

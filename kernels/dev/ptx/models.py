@@ -19,7 +19,7 @@ from ...cross_entropy import launch as cross_entropy
 from ...cross_entropy.chunks import chunk_size
 from ...linear import plan
 from ...linear.gemm import Gemm
-from ...runtime import device
+from ...runtime import device, tuning
 from ...runtime.chips import described
 from ...runtime.dtypes import BF16
 from ..registry import Case, OpSpec
@@ -256,7 +256,7 @@ def configured(small: Small) -> Iterator[None]:
 
     pick, fitting, matmul = plan.pick_config, cross_entropy.programs, torch.backends.cuda.matmul
     precision = matmul.fp32_precision
-    plan.plan_launch.cache_clear()
+    tuning.forget()
     plan.pick_config = lambda arch, gemm: pick(arch, enlarged(gemm))
     cross_entropy.programs = programs
     matmul.fp32_precision = "tf32" if small.tf32 else "ieee"
@@ -264,7 +264,7 @@ def configured(small: Small) -> Iterator[None]:
         yield
     finally:
         plan.pick_config, cross_entropy.programs, matmul.fp32_precision = pick, fitting, precision
-        plan.plan_launch.cache_clear()
+        tuning.forget()
 
 
 def _enlarged(large: Case, small: Case) -> dict[int, int]:

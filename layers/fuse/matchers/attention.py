@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ....kernels.linear import linear_act
 from ....kernels.rope import rope_choice
 from ....kernels.runtime.dispatch import Choice
 from ....parallel.core import mappings
@@ -66,6 +67,11 @@ class FusedAttention(Fused):
             return self._run_divided(*args, **kwargs)
         if not match.names or match.apart:
             return self.stock_forward(*args, **kwargs)
+        if match.sequence is None and not (match.sizes or match.split or match.given_to_heads):  # whole, in one process
+            shared = self._shared(match.names, _project)
+            result = match.forward(View(self, shared.stands()), *args, **kwargs)
+            match.apart = shared.apart  # holds for all later calls
+            return result
         return self.on_whole_sequences(partial(self._run_shared, match.names, _project), args, kwargs)
 
     def _run(self, stands: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -87,10 +93,14 @@ class FusedAttention(Fused):
         return tuple(given), named
 
     def _run_shared(self, names: tuple[str, ...], project: Any, *args: Any, **kwargs: Any) -> Any:
-        shared = Shared({name: getattr(self, name) for name in names}, project)
+        shared = self._shared(names, project)
         result = self._run(shared.stands(), *args, **kwargs)
         self._match.apart = shared.apart  # holds for all later calls
         return result
+
+    def _shared(self, names: tuple[str, ...], project: Any) -> Shared:
+        children = self._modules
+        return Shared({name: children[name] for name in names}, project)
 
     def _run_divided(self, *args: Any, **kwargs: Any) -> Any:
         """Run on this rank's part of the sequences: gather before the projections, scatter after the last layer."""
@@ -125,7 +135,10 @@ def _column(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _project(x: torch.Tensor, layers: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    options = TPOptions(products.group_of(layers[0]), site="attention.in", pack_weight=not layers[0].training)
+    pack = not layers[0].training
+    if products.group_of(layers[0]).size == 1:
+        return linear_act(x, *products.operands(layers), pack_weight=pack)
+    options = TPOptions(products.group_of(layers[0]), site="attention.in", pack_weight=pack)
     return column_linear(x, *products.operands(layers), options)
 
 

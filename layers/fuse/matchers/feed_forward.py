@@ -53,10 +53,14 @@ class FusedFeedForward(Fused):
     """Runs the traced forward with fused products as long as children and settings equal the traced ones."""
 
     def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = [*args, *map(kwargs.get, self._match.takes[len(args) :])]
-        if not all(isinstance(each, torch.Tensor) for each in given) or len(given) != len(args) + len(kwargs):
+        match = self._match
+        given = args if not kwargs else [*args, *map(kwargs.get, match.takes[len(args) :])]
+        for each in given:
+            if not isinstance(each, torch.Tensor):
+                return self.stock_forward(*args, **kwargs)
+        if len(given) != len(args) + len(kwargs):
             return self.stock_forward(*args, **kwargs)
-        return self._match.forwards[self.training](self, *given)
+        return match.forwards[self.training](self, *given)
 
     def stock_forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.on_whole_sequences(super().stock_forward, args, kwargs)

@@ -25,7 +25,7 @@ _WHOLE: dict[str, Function] = {
 
 def _angles(table: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "halves":
-        table = table[..., : table.shape[-1] // 2]
+        table = table.narrow(-1, 0, table.shape[-1] // 2)
     elif layout == "pairs":
         table = table[..., ::2]
     return table.float()
@@ -40,11 +40,9 @@ def _rotation(function: Function, layout: str, interleaved: bool, impl: str = "a
         if rotated % 2 or rotated > q.shape[-1]:
             return function(q, k, cos, sin, unsqueeze_dim)
         cos, sin = _angles(cos, layout), _angles(sin, layout)
-        if unsqueeze_dim == 2:
-            return apply_rope(q, k, cos, sin, interleaved=interleaved, impl=impl)  # type: ignore[return-value]
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        q, k = apply_rope(q, k, cos, sin, interleaved=interleaved, impl=impl)  # type: ignore[assignment]
-        return q.transpose(1, 2), k.transpose(1, 2)
+        return apply_rope(  # type: ignore[return-value]
+            q, k, cos, sin, interleaved=interleaved, heads_first=unsqueeze_dim == 1, impl=impl
+        )
 
     return rotate
 

@@ -71,7 +71,9 @@ def _running(forward: _Function, methods: tuple[tuple[str, _Function], ...], sto
                 module._match.spelled_out = "its weights are asked for"
             return stock(module, *args, **kwargs)
         view = View(module, {})
-        view._replaced.update({name: partial(method, view) for name, method in methods})
+        replaced = {name: partial(method, view) for name, method in methods}
+        vars(view)["_replaced"] = replaced
+        vars(view).update(replaced)
         if not compiling:
             Seen.why = Seen.none
         result = forward(view, *args, **kwargs)

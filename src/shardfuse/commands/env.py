@@ -119,7 +119,7 @@ def _asked_of_torch() -> dict[str, Any]:
         import torch
 
         from ..kernels.dev import registry
-        from ..kernels.runtime import dispatch
+        from ..kernels.runtime import dispatch, launcher
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return {
@@ -127,6 +127,7 @@ def _asked_of_torch() -> dict[str, Any]:
             "cuda": torch.version.cuda or torch.version.hip or "torch was built without it",
             "distributed": _backends(),
             "triton interpreter": "on" if dispatch.interpreting() else "off",
+            "kernels launched by": launcher.said(),
             "threads": str(torch.get_num_threads()),
             f"{OPS} {device}": {name: _choice(name, device) for name in sorted(registry.ops())},
         }
