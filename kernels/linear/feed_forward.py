@@ -45,7 +45,7 @@ def keep(
     """After a call with these choices: settle those of its kind, if launches are all that they need."""
     if key is None or not all(choice.triton for choice in choices) or dispatch.row_invariant():
         return
-    activation, saves = key[4]
+    activation, saves = key[1]
     biases = params[len(params) // 2 - 1 : -2] + params[-1:]
     dense = all(t is None or (t.is_contiguous() and t.dtype is x.dtype) for t in (residual, *biases))
     plain = dense and residual is not x and all(t is None or t.numel() for t in params)

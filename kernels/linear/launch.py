@@ -56,11 +56,12 @@ def run_gemm(
         biases = tuple([bias if bias is None else bias.contiguous() for bias in biases])
     nothing = (None,) * len(targets)
     around = (biases or (None,) * len(a), scales, sources or nothing, targets, row_sums or nothing)
-    plan = planned(layout, a, b, around, combine, epilogue, activation, remote)
-    launched(plan, grid_of(plan, on), a, b, around, combine, _ends(remote))
+    plan = planned(on.device, layout, a, b, around, combine, epilogue, activation, remote)
+    launched(plan, grid_of(plan, on.device), a, b, around, combine, _ends(remote))
 
 
 def planned(
+    where: torch.device,
     layout: str,
     a: Matrices,
     b: Matrices,
@@ -70,11 +71,14 @@ def planned(
     activation: str,
     remote: Remote | None = None,
 ) -> Plan:
-    """The plan of a launch with these arguments, ``around`` as :func:`launched` takes it."""
+    """The plan of a launch with these arguments on a device, ``around`` as :func:`launched` takes it.
+
+    Their memory is not looked at: they may be on the meta device.
+    """
     biases, scales, sources, targets, row_sums = around
     find = plan_launch if forced.config is None else plan_launch.__wrapped__
     return find(  # the fields of a Call
-        device.architecture(targets[0][0].device),
+        device.architecture(where),
         layout,
         combine,
         epilogue,
@@ -92,8 +96,8 @@ def planned(
     )
 
 
-def grid_of(plan: Plan, on: torch.Tensor) -> tuple[int, int, int]:
-    return min(plan.tiles, device.program_slots(on.device)), 1, 1
+def grid_of(plan: Plan, where: torch.device) -> tuple[int, int, int]:
+    return min(plan.tiles, device.program_slots(where)), 1, 1
 
 
 NO_ENDS = (None, None, 0)

@@ -79,7 +79,8 @@ def linear_act(
     many = not isinstance(weight, torch.Tensor)
     weights: tuple[torch.Tensor, ...] = tuple(weight) if many else (weight,)  # type: ignore[assignment]
     key = None
-    if not fuse_wgrad_accumulation and forced.config is None and dispatch.may_launch(impl, x):
+    one = many and isinstance(bias, torch.Tensor)  # refused below
+    if not (fuse_wgrad_accumulation or one) and forced.config is None and dispatch.may_launch(impl, x):
         listed = _listed(bias, len(weights))
         grad = torch.is_grad_enabled()
         wants = grad and _want_grad(x, *weights, *listed)
@@ -394,14 +395,15 @@ _calls: repeated.Calls[_Launch] = repeated.Calls()
 
 def _keep(key: Any, operands: Any) -> None:
     """After a call that ran the kernel: have those of its kind launch it, if that is all that they need."""
-    op, activation, saves = key[4]
+    op, activation, saves = key[1]
     x, residual, *params = operands
     weights, biases = params[: len(params) // 2], params[len(params) // 2 :]
     added = all(t is None or (t.is_contiguous() and t.dtype is x.dtype) for t in (residual, *biases))
     plain = added and residual is not x and all(w.numel() for w in weights) and not dispatch.row_invariant()
     if plain and repeated.rows_lie(x):
         settled = library.imported(f"{__package__}.settled")
-        forward = settled.Forward(x, weights, biases, residual, activation, saves, op == "gated_linear")
+        gated = op == "gated_linear"
+        forward = settled.Forward(x, weights, biases, residual, activation, saves, gated, x.device)
         _calls[key] = _Launch(op, activation, forward, settled.LinearBackward(), x.dtype, len(weights))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..runtime import alloc, dispatch, repeated
+from .config import forced
 from .feed_forward import Saved
 from .launch import Matrices, Optional, _sizes, grid_of, launched, planned
 
@@ -19,10 +20,11 @@ Targets = tuple[Matrices, ...]
 
 
 class Settled:
-    """``run_gemm`` for operands of one kind."""
+    """``run_gemm`` for operands of one kind. Those that it is made of may be on the meta device."""
 
     def __init__(
         self,
+        where: torch.device,
         layout: str,
         a: Matrices,
         b: Matrices,
@@ -37,8 +39,8 @@ class Settled:
     ) -> None:
         self._combine, self._no_biases, self._nothing = combine, (None,) * len(a), (None,) * len(targets)
         around = self._around(targets, biases, sources, row_sums)
-        self._plan = planned(layout, a, b, around, combine, epilogue, activation)
-        self._grid = grid_of(self._plan, targets[0][0])
+        self._plan = planned(where, layout, a, b, around, combine, epilogue, activation)
+        self._grid = grid_of(self._plan, where)
         self._launch = None if self._plan.split_sum else self._plan.product.launch
 
     def __call__(
@@ -75,13 +77,15 @@ class Forward:
         activation: str,
         save_preact: bool,
         gated: bool,
+        where: torch.device,
     ) -> None:
         T, Fs = _sizes(_rows(x), weights)
         self._gated = gated
         self._sizes = [(*x.shape[:-1], F) for F in (Fs[:1] if gated else Fs)]
         self._saved = [(T, F) for F in Fs] if save_preact else []
-        outs, preacts = self._outputs(x)
+        outs, preacts = self._outputs(_meta(x))
         self._product = Settled(
+            where,
             "nt",
             (_rows(x),) * len(Fs),
             weights,
@@ -124,9 +128,10 @@ class FeedForward:
         n = self._n = len(params) // 2 - 1
         self._activation, self._counted = activation, ("gated_linear" if n == 2 else "linear_act", "triton")
         out_weight = params[2 * n]
-        self._first = Forward(x, tuple(params[:n]), tuple(params[n : 2 * n]), None, activation, save_preact, n == 2)
-        h = alloc.new_empty(x, *x.shape[:-1], out_weight.shape[1])
-        self._second = Forward(h, (out_weight,), (params[-1],), residual, "identity", False, False)
+        weights, biases, where = tuple(params[:n]), tuple(params[n : 2 * n]), x.device
+        self._first = Forward(x, weights, biases, None, activation, save_preact, n == 2, where)
+        h = _meta(x).new_empty(*x.shape[:-1], out_weight.shape[1])
+        self._second = Forward(h, (out_weight,), (params[-1],), residual, "identity", False, False, where)
         self._backwards: dict[Any, _Backward] = {}
 
     def forward(
@@ -146,9 +151,10 @@ class FeedForward:
         """
         x, h, weights, out_weight, zs = saved
         read = (dy, x, h, *weights, out_weight, *zs)
-        if not aligned(*read):
+        if forced.config is not None or dispatch.row_invariant() or not aligned(*read):
             return None
-        key = dy.shape, dy.dtype, tuple(want), *[None if t is None else t.stride() for t in read]
+        strides = [None if t is None else t.stride() for t in read]
+        key = repeated.settings(dy.dtype), dy.shape, dy.dtype, tuple(want), *strides
         steps = self._backwards.get(key)
         if steps is None:
             if not _Backward.forms(dy, want, saved):
@@ -167,6 +173,7 @@ class Gradients:
         weights: Sequence[torch.Tensor | None],
         want_x: bool,
         want_biases: Sequence[bool],
+        where: torch.device,
     ) -> None:
         """``x``: None where the weights' gradients are not wanted. ``weights`` are read where ``want_x``."""
         n = len(dzs)
@@ -175,13 +182,13 @@ class Gradients:
         if want_x:
             known: Any = tuple(weights)
             self._columns = known[0].shape[1]
-            dx = alloc.new_empty(rows[0], rows[0].shape[0], self._columns)
-            self._dx = Settled("nn", rows, known, ((dx,),), combine="chained" if n > 1 else "grouped")
+            dx = _meta(rows[0]).new_empty(rows[0].shape[0], self._columns)
+            self._dx = Settled(where, "nn", rows, known, ((dx,),), combine="chained" if n > 1 else "grouped")
         if x is not None:
             self._sizes = [(dz.shape[1], x.shape[-1]) for dz in rows]
             self._sums = [dz.shape[1] if want else None for dz, want in zip(rows, want_biases)]
-            dws, dbs = self._outputs(dzs[0])
-            self._dw = Settled("tn", rows, (_rows(x),) * n, tuple([(dw,) for dw in dws]), row_sums=dbs)
+            dws, dbs = self._outputs(_meta(dzs[0]))
+            self._dw = Settled(where, "tn", rows, (_rows(x),) * n, tuple([(dw,) for dw in dws]), row_sums=dbs)
 
     def __call__(
         self, dzs: Matrices, x: torch.Tensor | None, weights: Any
@@ -230,17 +237,18 @@ class _Backward:
     def __init__(self, dy: torch.Tensor, want: Sequence[bool], saved: Saved, activation: str) -> None:
         n = self._n = len(saved.weights)
         self._recomputes = saved.h is None and want[-2]
-        outs = self._like(dy, saved.zs)
+        where = dy.device
+        outs = self._like(_meta(dy), saved.zs)
         dzs, h = outs[:n], outs[n] if self._recomputes else saved.h
         self._dz = Settled(
-            *("nn", (_rows(dy),), (saved.out_weight,), (outs,)),
+            *(where, "nn", (_rows(dy),), (saved.out_weight,), (outs,)),
             epilogue="gated_grad" if n == 2 else "act_grad",
             activation=activation,
             sources=(tuple(saved.zs),),
         )
-        self._out = Gradients((dy,), h, (None,), False, want[-1:]) if want[-2] else None
+        self._out = Gradients((dy,), h, (None,), False, want[-1:], where) if want[-2] else None
         x = saved.x if want[1] else None
-        self._first = Gradients(dzs, x, saved.weights, want[0], want[1 + n : 1 + 2 * n])
+        self._first = Gradients(dzs, x, saved.weights, want[0], want[1 + n : 1 + 2 * n], where)
         self._reads_x = want[1]
 
     def __call__(self, dy: torch.Tensor, saved: Saved) -> list[torch.Tensor | None]:
@@ -273,16 +281,24 @@ class LinearBackward:
         """
         n = len(dzs)
         of_weights, of_biases = want[1 : 1 + n], want[1 + n :]
+        if forced.config is not None or dispatch.row_invariant():
+            return None
         if not rides(of_weights, of_biases) or not aligned(*dzs, x, *weights):
             return None
-        key = tuple(want), *[None if t is None else (t.shape, t.stride(), t.dtype) for t in (*dzs, x, *weights)]
+        kinds = [None if t is None else (t.shape, t.stride(), t.dtype) for t in (*dzs, x, *weights)]
+        key = repeated.settings(dzs[0].dtype), tuple(want), *kinds
         steps = self._kinds.get(key)
         x = x if want[1] else None
         if steps is None:
             if not all(repeated.rows_lie(t) for t in (*dzs, x) if t is not None):
                 return None
-            steps = self._kinds[key] = Gradients(dzs, x, weights, want[0], of_biases)
+            steps = self._kinds[key] = Gradients(dzs, x, weights, want[0], of_biases, dzs[0].device)
         return steps(dzs, x, weights)
+
+
+def _meta(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of x's dtype without memory: what plans are made of would otherwise double what a call needs."""
+    return torch.empty(0, dtype=x.dtype, device="meta")
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

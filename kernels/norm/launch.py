@@ -143,7 +143,8 @@ class Forward:
         assert rows is not None
         self._shape, self._rows, self._centred = tuple(x.shape), rows.shape[0], centred
         self._dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        tensors = (rows, added, weight, bias, None, *self._outputs(x, residual))
+        meta = torch.empty(0, dtype=x.dtype, device="meta")  # outputs without memory, of the same kinds
+        tensors = (rows, added, weight, bias, None, *self._outputs(meta, residual))
         where = device.architecture(x.device)
         pitches = _pitch(rows), _pitch(added)
         kinds = device.kinds_of(tensors)
@@ -165,7 +166,8 @@ class Forward:
         read = [t for t in saved if t is not None]
         if any(t.data_ptr() & 15 for t in read):  # hooks on saved tensors may bring others
             return None
-        key = dtypes, saved[1] is None, *[(t.shape, t.stride(), t.dtype) for t in read]
+        kinds = [(t.shape, t.stride(), t.dtype) for t in read]
+        key = repeated.settings(saved[2].dtype), dtypes, saved[1] is None, *kinds
         if key not in self._backwards:
             self._backwards[key] = _Backward.of(saved, dtypes, self._weight_offset)
         steps = self._backwards[key]
@@ -200,7 +202,8 @@ class _Backward:
         dy, ds, s, weight, *statistics = saved
         self._dtypes, self._sizes = dtypes, [tuple(s.shape)] * 2 + [(s.shape[-1],)] * 2
         rows: list[Any] = [None if t is None else t.flatten(0, -2) for t in (dy, ds, s)]
-        outs = self._outputs(s)
+        meta = torch.empty(0, dtype=s.dtype, device="meta")
+        outs = self._outputs(meta)
         inputs, params = [None if t is None else t.flatten(0, -2) for t in outs[:2]], outs[2:]
         tensors = (*rows, weight, *statistics, None, *inputs)
         self._run, self._programs = _input_plan(
@@ -215,7 +218,7 @@ class _Backward:
         )
         self._sum = None
         if any(dtypes[2:]):
-            parts = self._parts(s)
+            parts = self._parts(meta)
             kinds = device.kinds_of((*parts, *params))
             self._sum = _sum_plan(device.architecture(s.device), self._programs, s.shape[-1], kinds)
 

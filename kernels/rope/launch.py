@@ -60,7 +60,8 @@ class Rotation:
         heads_first: bool,
     ) -> None:
         self.heads_first = heads_first
-        heads: Any = (q, k, *self._outputs(q, k))
+        metas: Any = [None if x is None else torch.empty_like(x, device="meta") for x in (q, k)]
+        heads: Any = (q, k, *self._outputs(*metas))  # results without memory, that lie the same
         if heads_first:
             heads = (None if x is None else x.transpose(-2, -3) for x in heads)
         q, k, q_out, k_out = heads

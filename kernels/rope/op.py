@@ -101,7 +101,7 @@ def _remember(key: Any, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tens
     """After a call that ran the kernel: have those of its kind launch it, if one launch of these tensors is all."""
     dense = cos.stride() == sin.stride() and all(t is None or t.stride(-1) == 1 for t in (q, k, cos))
     if dense and not q.is_meta:
-        launch = library.imported(f"{__package__}.launch").Rotation(q, k, cos, sin, *key[4])
+        launch = library.imported(f"{__package__}.launch").Rotation(q, k, cos, sin, *key[1])
         if launch.whole:
             _calls[key] = launch
 

@@ -2,7 +2,7 @@
 
 ``kernel[grid](...)`` passes four of Triton's Python functions, which ask each time for the device, the stream, hooks,
 and scratch memory, and takes longer than the driver does. What is launched again and again may know these: one C
-function is left, of a signature for each version of Triton (:data:`ADAPTERS`). Under another version, on an AMD GPU,
+function is left, of a signature for each version of Triton (:data:`PACKED`). Under another version, on an AMD GPU,
 and while a profiler's hooks are set, Triton's own functions launch.
 """
 
@@ -24,11 +24,11 @@ def bind(kernel: Any, grid: Grid, index: int) -> Run:
 
     On the current stream, at each launch. The arguments are those of the kernel in its order, constants as well.
     """
-    adapter, launcher = ADAPTERS.get(version()), getattr(kernel, "run", None)
+    packed, launcher = PACKED.get(version()), getattr(kernel, "run", None)
     own = _own(kernel, grid, index)
-    if adapter is None or not _known(launcher) or not all(hasattr(hook, "calls") for hook in _hooks()[1:]):
+    if packed is None or not _known(launcher) or not all(hasattr(hook, "calls") for hook in _hooks()[1:]):
         return own
-    return adapter(kernel, launcher, grid, index, own)
+    return _bound(kernel, launcher, grid, index, own, packed)
 
 
 def version() -> str:
@@ -40,9 +40,9 @@ def said() -> str:
     """Who launches kernels here, for people."""
     if torch.version.hip is not None:
         return "Triton's Python: on AMD GPUs"
-    if version() in ADAPTERS:
+    if version() in PACKED:
         return "Triton's C function"
-    return f"Triton's Python: the C function is known of Triton {', '.join(ADAPTERS)}"
+    return f"Triton's Python: the C function is known of Triton {', '.join(PACKED)}"
 
 
 def _known(launcher: Any) -> bool:
@@ -86,58 +86,40 @@ def _own(kernel: Any, grid: Grid, index: int) -> Run:
     return own
 
 
-def _packed(kernel: Any, launcher: Any, grid: Grid, index: int, own: Run) -> Run:
-    """Triton 3.7 to 3.9: one C function for all kernels, which gets their arguments as one tuple."""
-    (x, y, z), launch, stream, function, metadata, cooperative, pdl, size = _settled(kernel, launcher, grid)
-    annotations, signature = launcher.arg_annotations, launcher.kernel_signature
-    hooks, enter, leave = _hooks()
-
-    def run(args: tuple[Any, ...]) -> None:
-        if enter.calls or leave.calls or hooks.launch_enter_hook is not enter or hooks.launch_exit_hook is not leave:
-            return own(args)
-        if index >= 0 and index != _current_device():
-            return own(args)
-        launch(
-            x, y, z, stream(index), function, cooperative, pdl, metadata, None, None, None,
-            scratch(size) if size else None, None, annotations, signature, args,
-        )  # fmt: skip
-
-    return run
-
-
-def _spread(kernel: Any, launcher: Any, grid: Grid, index: int, own: Run) -> Run:
-    """Triton 3.6: a C function for each signature, which gets the arguments one by one."""
-    (x, y, z), launch, stream, function, metadata, cooperative, pdl, size = _settled(kernel, launcher, grid)
-    hooks, enter, leave = _hooks()
-
-    def run(args: tuple[Any, ...]) -> None:
-        if enter.calls or leave.calls or hooks.launch_enter_hook is not enter or hooks.launch_exit_hook is not leave:
-            return own(args)
-        if index >= 0 and index != _current_device():
-            return own(args)
-        launch(
-            x, y, z, stream(index), function, cooperative, pdl, scratch(size) if size else None, None, metadata, None,
-            None, None, *args,
-        )  # fmt: skip
-
-    return run
-
-
-ADAPTERS: dict[str, Callable[[Any, Any, Grid, int, Run], Run]] = {
-    "3.6": _spread,
-    **dict.fromkeys(("3.7", "3.8", "3.9"), _packed),
-}
-
-
-def _settled(kernel: Any, launcher: Any, grid: Grid) -> tuple[Any, ...]:
-    """What both ways pass, or need for it; the last are the bytes of scratch memory."""
+def _bound(kernel: Any, launcher: Any, grid: Grid, index: int, own: Run, packed: bool) -> Run:
+    """By the C function; by ``own`` where hooks are set, or another device is the current one."""
     from triton.runtime import driver
 
-    x, y, z = grid
+    (x, y, z), launch, stream = grid, launcher.launch, driver.active.get_current_stream
+    function, metadata = kernel.function, kernel.packed_metadata
+    cooperative, pdl = launcher.launch_cooperative_grid, launcher.launch_pdl
+    annotations, signature = (launcher.arg_annotations, launcher.kernel_signature) if packed else (None, None)
     size = launcher.global_scratch_size * launcher.num_ctas * x * y * z
-    stream = driver.active.get_current_stream
-    options = launcher.launch_cooperative_grid, launcher.launch_pdl
-    return grid, launcher.launch, stream, kernel.function, kernel.packed_metadata, *options, size
+    hooks, enter, leave = _hooks()
+
+    def run(args: tuple[Any, ...]) -> None:
+        if enter.calls or leave.calls or hooks.launch_enter_hook is not enter or hooks.launch_exit_hook is not leave:
+            return own(args)
+        if index >= 0 and index != _current_device():
+            return own(args)
+        memory = scratch(size) if size else None
+        # Metadata of the launch and the two hooks are None, and so is the memory of a profiler.
+        if packed:
+            launch(
+                x, y, z, stream(index), function, cooperative, pdl, metadata, None, None, None, memory, None,
+                annotations, signature, args,
+            )  # fmt: skip
+        else:
+            launch(
+                x, y, z, stream(index), function, cooperative, pdl, memory, None, metadata, None, None, None, *args
+            )  # fmt: skip
+
+    return run
+
+
+# Versions of Triton whose C function is known: whether it is one for all kernels, which gets their arguments as one
+# tuple, or one for each signature, which gets them one by one.
+PACKED = {"3.6": False, "3.7": True, "3.8": True, "3.9": True}
 
 
 def _hooks() -> tuple[Any, Any, Any]:

@@ -52,8 +52,14 @@ def key_of(impl: str, operands: Operands, options: Any) -> Any:
                 kinds.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15 == 0))
     except RuntimeError:  # a wrapper that a transform of torch.func left behind has no memory
         return None
-    tf32 = kinds[0][2] is torch.float32 and device.allow_tf32()
-    return dispatch._AUTO if impl == "auto" else impl, dispatch._row_invariant, tf32, device.setting(), options, *kinds
+    tf32 = kinds[0][2] is torch.float32 and device.allow_tf32()  # what `settings` has, without a call
+    surrounds = tf32, dispatch._row_invariant, device.setting()
+    return dispatch._AUTO if impl == "auto" else impl, options, surrounds, *kinds
+
+
+def settings(dtype: torch.dtype) -> Any:
+    """The settings of the process that decide on launches of operands of ``dtype``; backward asks for its own."""
+    return dtype is torch.float32 and device.allow_tf32(), dispatch._row_invariant, device.setting()
 
 
 _PLAIN = library.PLAIN

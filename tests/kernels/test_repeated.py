@@ -17,7 +17,7 @@ from shardfuse.kernels.norm import layer_norm, rms_norm
 from shardfuse.kernels.norm import op as norm
 from shardfuse.kernels.rope import apply_rope
 from shardfuse.kernels.rope import op as rope
-from shardfuse.kernels.runtime import device, dispatch, repeated, tuning
+from shardfuse.kernels.runtime import alloc, device, dispatch, repeated, tuning
 from shardfuse.parallel.core.mesh import SINGLE
 from shardfuse.parallel.core.options import TPOptions
 from shardfuse.parallel.mlp import fused_mlp
@@ -176,6 +176,28 @@ def test_what_surrounds_a_call_is_part_of_it(around, kinds: int):
     assert _known() - known == kinds
 
 
+@pytest.mark.parametrize("name", ["linear_act", "rms_norm", "mlp"])
+def test_what_surrounds_a_backward_is_part_of_it(name: str):
+    """Of a graph that was made outside."""
+    inputs, op = OPS[name]
+    inputs = [each.detach().clone().requires_grad_(each.requires_grad) for each in inputs]
+    tuning.forget()
+    for _ in range(3):
+        y = op(*inputs, impl="triton")
+        y.backward(torch.ones_like(y))
+    known: Any = {
+        "linear_act": lambda: next(iter(linear._calls.values()))._call.backward._kinds,
+        "rms_norm": lambda: next(iter(norm._calls.values()))._call.forward._backwards,
+        "mlp": lambda: next(iter(feed_forward._calls.values()))._backwards,
+    }[name]()
+    assert len(known) == 1
+    for around in (dispatch.row_invariance, lambda: device.slots(1)):
+        y = op(*inputs, impl="triton")
+        with around():
+            y.backward(torch.ones_like(y))
+    assert len(known) == (3 if name == "rms_norm" else 2)  # products that are row-invariant go step by step
+
+
 def test_a_mode_sees_the_ops():
     seen = []
 
@@ -249,6 +271,37 @@ def test_launches_that_were_promised_aligned_tensors_get_no_others(name: str, mo
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, behind):
         for ours, theirs in zip(_grads(run, inputs), want):
             _assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_first_call_needs_no_more_memory_than_others(name: str, monkeypatch):
+    inputs, op = OPS[name]
+    inputs = [each.detach().clone().requires_grad_(each.requires_grad) for each in inputs]
+    elements: list[int] = []
+    for function in ("empty", "new_empty", "new_empty_of", "empty_like"):
+        inner = getattr(alloc, function)
+
+        def counted(*args: Any, inner: Any = inner) -> torch.Tensor:
+            out: torch.Tensor = inner(*args)
+            elements.append(0 if out.is_meta else out.numel())
+            return out
+
+        monkeypatch.setattr(alloc, function, counted)
+    tuning.forget()
+    totals = []
+    for _ in range(3):
+        elements.clear()
+        _grads(lambda: op(*inputs, impl="triton"), inputs)
+        totals.append(sum(elements))
+    assert 0 < totals[0] == totals[1] == totals[2]
+
+
+def test_a_bias_for_several_weights_is_refused_after_one_for_each():
+    x, w, b = torch.randn(T, D), torch.randn(F, D), torch.randn(F)
+    for _ in range(2):
+        linear_act(x, [w, w], [b, b], impl="triton")
+    with pytest.raises(ValueError, match="pass a bias or None for each"):
+        linear_act(x, [w, w], b, impl="triton")
 
 
 def test_no_more_kinds_are_kept_than_plans(monkeypatch):
