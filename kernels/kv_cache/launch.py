@@ -10,7 +10,7 @@ import torch
 import triton
 
 from ..rope.config import NUM_WARPS, pick_config
-from ..runtime import alloc, device
+from ..runtime import alloc, device, dispatch
 from ..runtime.chips import converts_e4m3, rounds_fp8_twice
 from ..runtime.dtypes import LARGEST
 from ..runtime.vectors import told
@@ -61,6 +61,71 @@ def norm_rope_write_kv_(
     return out
 
 
+class Settled:
+    """Writes of one kind; :func:`settle` makes them."""
+
+    def __init__(self, op: str, kernel: device.Prepared, programs: int, as_bytes: bool) -> None:
+        self._counted, self._launch, self._grid, self._as_bytes = (
+            (op, "triton"),
+            kernel.launch,
+            (programs, 1, 1),
+            as_bytes,
+        )
+
+    def __call__(
+        self,
+        kv_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
+        q: torch.Tensor | None,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *others: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """The new q; ``others`` are those of :func:`settle`."""
+        dispatch.counts[self._counted] += 1
+        if self._as_bytes:
+            kv_cache, v_cache = kv_cache.view(_OF_FP8), None if v_cache is None else v_cache.view(_OF_FP8)
+        out = None if q is None else alloc.new_empty(q, *q.shape)
+        caches = kv_cache, kv_cache if v_cache is None else v_cache
+        self._launch(self._grid, (q, k, v, out, *caches, *others), on=k)
+        return out
+
+
+def settle(
+    op: str,
+    kv_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    *,
+    interleaved: bool = False,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+) -> Settled | None:
+    """What launches writes like this one, of checked input; None where an operand has to be copied first."""
+    slots = kv_cache.shape[:3]
+    k_scales, v_scales = (
+        Scale(written=x) if x is not None and x.shape == slots else Scale(given=x) for x in (k_scale, v_scale)
+    )
+    out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device="meta")
+    kernel, programs, given = _prepared(
+        q, k, v, out, kv_cache, v_cache, slot_mapping, cos, sin, interleaved, q_norm, k_norm, eps, norm_offset,
+        k_scales, v_scales,
+    )  # fmt: skip
+    operands = q, k, v, slot_mapping, cos, sin, q_norm, k_norm, k_scale, v_scale
+    if not programs or any(x is not y for x, y in zip((*given[:3], *given[6:]), operands, strict=True)):
+        return None
+    return Settled(op, kernel, programs, kv_cache.dtype == torch.float8_e4m3fn)
+
+
 class _Call(NamedTuple):
     """What the arguments of a launch depend on, but for addresses."""
 
@@ -79,7 +144,13 @@ class _Call(NamedTuple):
     table_stride: int
 
 
-def _write(
+def _write(q: torch.Tensor | None, k: torch.Tensor, *others: Any) -> None:
+    kernel, programs, tensors = _prepared(q, k, *others)
+    if programs:
+        kernel.launch((programs, 1, 1), tensors, on=k)
+
+
+def _prepared(
     q: torch.Tensor | None,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -96,7 +167,8 @@ def _write(
     norm_offset: float,
     k_scale: Scale,
     v_scale: Scale,
-) -> None:
+) -> tuple[device.Prepared, int, tuple[torch.Tensor | None, ...]]:
+    """The kernel, its number of programs, and the tensors that it takes."""
     largest = LARGEST.get(kv_cache.dtype, 0.0)
     if kv_cache.dtype == torch.float8_e4m3fn:
         kv_cache, v_cache = kv_cache.view(_OF_FP8), None if v_cache is None else v_cache.view(_OF_FP8)
@@ -126,9 +198,7 @@ def _write(
         tuple([(0, 0, 0) if x is None else x.stride() for x in (*tensors[:6], k_scale.written, v_scale.written)]),
         0 if cos is None else cos.stride(0),
     )
-    kernel, programs = _plan(call)
-    if programs:
-        kernel.launch((programs, 1, 1), tensors, on=k)
+    return *_plan(call), tensors
 
 
 @functools.lru_cache(4096)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..runtime import dispatch, library
+from ..runtime import dispatch, library, repeated
 from . import checks, cpu, reference
 from .checks import Cache
 from .reference import Scale
@@ -46,10 +48,18 @@ def write_kv_(
 
     Raises ValueError for input that does not fit together, RuntimeError when a gradient would be needed.
     """
+    check = k.is_cpu if check is None else check
     k_cache, v_cache = checks.parts_of(_WRITE, kv_cache)
+    operands = k_cache, v_cache, None, k, v, slot_mapping, None, None, None, None, k_scale, v_scale
+    key = None if check else _key(impl, operands, (_WRITE,))
+    if key is not None and (launch := _calls.get(key)) is not None:
+        launch(*operands)
+        return
     checks.check_write(_WRITE, k_cache, v_cache, k, v, slot_mapping)
     scales = _flat(*checks.scales_of(_WRITE, k_cache, k, k_scale, v_scale))
-    _WRITE_OP(k_cache, v_cache, k, v, slot_mapping, *scales, k.is_cpu if check is None else check, impl)
+    _WRITE_OP(k_cache, v_cache, k, v, slot_mapping, *scales, check, impl)
+    if key is not None:
+        _keep(key, operands, _WRITE, impl)
 
 
 def norm_rope_write_kv_(
@@ -97,14 +107,23 @@ def norm_rope_write_kv_(
         if plain and library.direct(*call) and plan.fits(*call, interleaved):
             dispatch.count(_FUSED, "reference")
             return plan.run(q, k, v, kv_cache)
+    check = k.is_cpu if check is None else check
     k_cache, v_cache = checks.parts_of(_FUSED, kv_cache)
+    operands = k_cache, v_cache, q, k, v, slot_mapping, cos, sin, q_norm, k_norm, k_scale, v_scale
+    key = None if check else _key(impl, operands, (_FUSED, interleaved, eps, norm_offset))
+    if key is not None and (launch := _calls.get(key)) is not None:
+        out: torch.Tensor = launch(*operands)
+        return out
     checks.check_write(_FUSED, k_cache, v_cache, k, v, slot_mapping)
     checks.check_norm_rope(_FUSED, q, k, cos, sin, q_norm, k_norm)
     scales = _flat(*checks.scales_of(_FUSED, k_cache, k, k_scale, v_scale))
-    return _FUSED_OP(
+    out = _FUSED_OP(
         q, k, v, k_cache, v_cache, slot_mapping, cos, sin, interleaved, q_norm, k_norm, eps, norm_offset, *scales,
-        k.is_cpu if check is None else check, impl,
+        check, impl,
     )  # fmt: skip
+    if key is not None:
+        _keep(key, operands, _FUSED, impl, interleaved=interleaved, eps=eps, norm_offset=norm_offset)
+    return out
 
 
 def plan_write(
@@ -134,6 +153,26 @@ def plan_write(
     if dispatch.default_impl() in ("triton", "reference") or not library.direct(q, kv_cache, slot_mapping, cos, sin):
         return None
     return cpu.make_plan(q, kv_cache, slot_mapping, cos, sin, interleaved)
+
+
+_calls: repeated.Calls[Any] = repeated.Calls()
+
+
+def _key(impl: str, operands: Any, options: Any) -> Any:
+    """What a call is looked up by that checks no slots; None where it has to be looked at anew."""
+    first = operands[0]
+    if torch.is_grad_enabled() or first.is_meta or not dispatch.may_launch(impl, first):
+        return None
+    return repeated.key_of(impl, operands, options)
+
+
+def _keep(key: Any, operands: Any, op: str, impl: str, **options: Any) -> None:
+    """After a call that ran the kernel: have those of its kind launch it, if that is all that they need."""
+    k_cache, v_cache, _, k, v, *_ = operands
+    if dispatch.choose(op, k_cache.device, impl, unsupported=_unsupported(k, v, k_cache, v_cache)).triton:
+        launch = library.imported(f"{__package__}.launch").settle(op, *operands, **options)
+        if launch is not None:
+            _calls[key] = launch
 
 
 def _flat(k_scale: Scale, v_scale: Scale) -> tuple[Optional, Optional, Optional, Optional]:

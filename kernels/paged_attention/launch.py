@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +33,12 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan on the device, and the calls that it is for."""
+    """A plan on the device, the calls that it is for, and what launches them, by kind."""
 
     problem: Problem
     data: torch.Tensor
+    lengths: tuple[torch.Tensor, torch.Tensor]  # seq_lens and query_start_loc, of which it was made
+    settled: dict[Any, Settled | None] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def key(self) -> int:
@@ -121,7 +123,7 @@ def _copied(cache: torch.Tensor) -> bool:
 def make_plan(tensors: Tensors, options: AttentionOptions, invariant: bool, bounds: Bounds) -> Plan:
     """The plan of :func:`paged_attention_fwd` for checked input; what it points to is not read but for lengths."""
     problem = problem_of(tensors, options, invariant, bounds)
-    plan = Plan(problem, _make_plan(problem, tensors[4], tensors[5], options.prefix_lens))
+    plan = Plan(problem, _make_plan(problem, tensors[4], tensors[5], options.prefix_lens), tensors[4:])
     if len(_recent) >= _KEPT_PROBLEMS:
         _recent.clear()
     _recent[plan.key] = problem
@@ -207,7 +209,7 @@ def paged_attention_fwd(
 
     Raises ValueError for a plan that was made for another call.
     """
-    q, k_cache, v_cache, block_tables, seq_lens, query_start_loc = tensors
+    q, _, _, _, seq_lens, query_start_loc = tensors
     problem = problem_of(tensors, options, invariant, bounds)
     if out is None:
         out = alloc.empty((problem.tokens, q.shape[1], problem.v_size), q.dtype, q.device)
@@ -218,6 +220,18 @@ def paged_attention_fwd(
         plan = _make_plan(problem, seq_lens, query_start_loc, options.prefix_lens)
     else:
         _check_plan(plan_key, problem)
+    launches, read, more = _prepared(problem, tensors, options, plan, out, lse)
+    _run(launches, (*read, plan, out, lse), more)
+    return [out, lse]
+
+
+def _prepared(
+    problem: Problem, tensors: Tensors, options: AttentionOptions, *written: torch.Tensor
+) -> tuple[tuple[_Launches, ...], tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
+    """The launches; q, keys, values and block_tables as they take them; and what they read beside these. ``written``:
+    the plan, out and lse.
+    """
+    q, k_cache, v_cache, block_tables, _, _ = tensors
     q, block_tables = device.dense_rows(q), device.dense_rows(block_tables)
     k_cache, v_cache = (_stored(cache, problem.arch) for cache in (k_cache, v_cache))
     tree = None if options.tree_mask is None else device.dense_rows(options.tree_mask).view(torch.uint8)
@@ -239,15 +253,65 @@ def paged_attention_fwd(
         q.dtype == torch.float32 and device.allow_tf32(),
     )
     # The largest alignment is all that tells the partial results from other tensors, and torch's allocator gives it.
-    given = (q, k_cache, v_cache, block_tables, plan, out, lse)
+    read = (q, k_cache, v_cache, block_tables)
     more = (sinks, slopes, prefix_lens, tree, options.k_scale, options.v_scale)
-    for launched in _launches(problem, layout, device.kinds_of(given + more)):
+    return _launches(problem, layout, device.kinds_of((*read, *written, *more))), read, more
+
+
+def _run(
+    launches: tuple[_Launches, ...], given: tuple[torch.Tensor, ...], more: tuple[torch.Tensor | None, ...]
+) -> None:
+    q, _, _, _, plan, out, lse = given
+    sinks, _, _, _, _, v_scale = more
+    for launched in launches:
         # Where nothing is split another tensor takes the place of the partial results: the kernel stays the same.
-        parts = alloc.empty((launched.part_size,), torch.float32, q.device) if launched.part_size else lse
+        parts = alloc.new_empty_of(lse, torch.float32, launched.part_size) if launched.part_size else lse
         launched.attend.launch(launched.grid, (*given, parts, *more), on=q)
         if launched.merge is not None:
-            launched.merge.launch(launched.merge_grid, (plan, parts, out, lse, sinks, options.v_scale), on=q)
-    return [out, lse]
+            launched.merge.launch(launched.merge_grid, (plan, parts, out, lse, sinks, v_scale), on=q)
+
+
+class Settled:
+    """Calls of one kind with one plan, without masks beside causality and windows; :func:`settle` makes them."""
+
+    def __init__(self, launches: tuple[_Launches, ...], out: torch.Tensor) -> None:
+        self._launches, self._size = launches, out.shape
+
+    def __call__(
+        self,
+        plan: torch.Tensor,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        sinks: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = alloc.new_empty(q, *self._size)
+        lse = alloc.new_empty_of(q, torch.float32, *self._size[:2])
+        given = q, k_cache, v_cache, block_tables, plan, out, lse
+        _run(self._launches, given, (sinks, slopes, None, None, k_scale, v_scale))
+        return out, lse
+
+
+def settle(tensors: Tensors, options: AttentionOptions, invariant: bool, bounds: Bounds, plan: Plan) -> Settled | None:
+    """What launches calls like this one, of checked input; None where an operand has to be copied first.
+
+    Raises ValueError for a plan that was made for another call.
+    """
+    problem = problem_of(tensors, options, invariant, bounds)
+    _check_plan(plan.key, problem)
+    q = tensors[0]
+    out, lse = (
+        torch.empty(size, dtype=dtype, device="meta")
+        for size, dtype in (((problem.tokens, q.shape[1], problem.v_size), q.dtype), (q.shape[:2], torch.float32))
+    )
+    launches, read, more = _prepared(problem, tensors, options, plan.data, out, lse)
+    given = (options.sinks, options.alibi_slopes, options.prefix_lens, options.tree_mask)
+    copied = any(x is not y for x, y in zip((*read, *more[:4]), (*tensors[:4], *given), strict=True))
+    return None if copied or not out.numel() else Settled(launches, out)
 
 
 class _Launches(NamedTuple):

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..runtime import dispatch, library
+from ..runtime import dispatch, library, repeated
 from ..runtime.dispatch import Choice
 from . import checks, cpu, cpu_invariant, reference
+from .config import forced
 from .options import AttentionOptions, Bounds
 
 if TYPE_CHECKING:
@@ -108,6 +109,10 @@ def paged_attention(
         if walks and check is False and library.direct(*tensors):
             return _planned(tensors, options, bounds, plan, return_lse)
         plan = None
+    elif plan is not None and check is False and out is None and not torch.is_grad_enabled():
+        found = _again(tensors, options, bounds, plan, invariant, impl)
+        if found is not None:
+            return found if return_lse else found[0]
     checks.check(*tensors, options, bounds)
     planned = (None, 0) if plan is None else (plan.data, plan.key)
     call = (*tensors, *options, *bounds, *planned, invariant, check, impl)
@@ -156,9 +161,9 @@ def plan_attention(
         if not q.is_cpu or dispatch.asked(impl) == "reference" or invariant or not library.direct(*tensors):
             return None
         return cpu.make_plan(q, k_cache, v_cache, tensors[3:], options)
-    from . import launch
-
-    return launch.make_plan(tensors, options, invariant, Bounds(min_query_len, max_query_len, max_seq_len))
+    launch = library.imported(f"{__package__}.launch")
+    plan: Plan = launch.make_plan(tensors, options, invariant, Bounds(min_query_len, max_query_len, max_seq_len))
+    return plan
 
 
 def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,6 +207,46 @@ def _planned(tensors: Tensors, options: AttentionOptions, bounds: Bounds, plan: 
     dispatch.count(_OP, "reference")
     out, lse = cpu.paged_attention(*tensors, options, plan, want_lse=return_lse)
     return (out, lse) if return_lse else out
+
+
+def _again(
+    tensors: Tensors, options: AttentionOptions, bounds: Bounds, plan: Plan, invariant: bool, impl: str
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A call like one before with this plan; None where something has to be looked at, or copied, each time."""
+    q, k_cache, v_cache, block_tables, *lengths = tensors
+    scale, causal, window, softcap, sinks, slopes, prefix_lens, tree_mask, k_scale, v_scale = options
+    seq_lens, starts = lengths
+    if seq_lens is not plan.lengths[0] or starts is not plan.lengths[1]:
+        return None
+    if prefix_lens is not None or tree_mask is not None:
+        return None
+    if v_cache.itemsize == 1 and v_cache.data_ptr() & 15:  # whether it is read in pairs depends on more of the address
+        return None
+    # Numbers of other types are left to the op's schema, which converts them.
+    floats, whole = (scale, softcap), (window, *bounds)
+    if not (_FLOATS.issuperset(map(type, floats)) and _WHOLE.issuperset(map(type, whole))):
+        return None
+    operands = q, k_cache, v_cache, block_tables, sinks, slopes, k_scale, v_scale
+    sizes = seq_lens.shape, seq_lens.dtype, starts.shape, starts.dtype  # as they are now
+    key = repeated.key_of(impl, operands, (scale, causal, window, softcap, bounds, invariant, forced.config, sizes))
+    if key is None:
+        return None
+    settled = plan.settled.get(key, _UNKNOWN)
+    if settled is _UNKNOWN:
+        checks.check(*tensors, options, bounds)
+        launch = library.imported(f"{__package__}.launch")
+        kernel = _choose(q, k_cache, v_cache, impl).triton
+        settled = plan.settled[key] = launch.settle(tensors, options, invariant, bounds, plan) if kernel else None
+    if settled is None:
+        return None
+    dispatch.counts[_COUNTED] += 1
+    found: tuple[torch.Tensor, torch.Tensor] = settled(plan.data, *operands)
+    return found
+
+
+_FLOATS, _WHOLE = {float, type(None)}, {int, type(None)}
+_UNKNOWN: Any = object()
+_COUNTED = (_OP, "triton")
 
 
 def split_cache(kv_cache: Cache, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
