@@ -17,7 +17,8 @@ class BlockAllocator:
     no sequence writes to. The answers of one request also share the last block of the prompt; the next answer to write
     to it copies it first (:meth:`grow`).
 
-    ``peak_blocks`` is the largest number of blocks that sequences owned at once. ``copies`` are the pairs (block, its
+    ``peak_blocks`` is the largest number of blocks that sequences owned at once, ``unused_slots`` the number of token
+    slots that they own and that hold no token; those of shared blocks count once. ``copies`` are the pairs (block, its
     copy) that the scheduler must have copied.
 
     Raises ValueError unless both sizes are at least 1.
@@ -26,7 +27,7 @@ class BlockAllocator:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = whole_number("BlockAllocator: num_blocks", num_blocks)
         self.block_size = whole_number("BlockAllocator: block_size", block_size)
-        self.peak_blocks = 0
+        self.peak_blocks = self.unused_slots = 0
         self.copies: list[tuple[int, int]] = []
         self._free = list(range(self.num_blocks))  # a heap: blocks in use lie together, for attention on a CPU
         self._owners = [0] * self.num_blocks  # sequences that have the block in their tables
@@ -46,12 +47,6 @@ class BlockAllocator:
     @property
     def used_blocks(self) -> int:
         return self.num_blocks - self.free_blocks
-
-    @property
-    def unused_slots(self) -> int:
-        """Token slots that sequences own and that hold no token."""
-        last = {table[-1]: number for number, table in self._tables.items() if table}  # shared blocks count once
-        return sum(len(self._tables[number]) * self.block_size - self._tokens[number] for number in last.values())
 
     @property
     def allocated_slots(self) -> int:
@@ -83,28 +78,39 @@ class BlockAllocator:
             self._owners[block] += 1
         self._tables[child], self._tokens[child] = list(self._tables[parent]), self._tokens[parent]
 
+    def take_slot(self, sequence: int, tokens: int) -> bool:
+        """:meth:`grow` by the last of ``tokens`` tokens, where the last block has room for it and is not shared."""
+        table = self._tables[sequence]
+        if tokens > len(table) * self.block_size or self._owners[table[-1]] > 1:
+            return False
+        before = self._tokens[sequence]
+        if tokens > before:
+            self._tokens[sequence] = tokens
+            self.unused_slots -= tokens - before
+        return True
+
     def grow(self, sequence: int, tokens: int, first: int | None = None) -> bool:
         """Give ``sequence`` room for ``tokens`` tokens in all; False, changing nothing, if blocks run out.
 
         The sequence is about to write tokens from ``first`` on. If another sequence shares that block, this one gets a
         new block instead, and ``copies`` names the block to copy into it before the write.
         """
-        table = self._tables.get(sequence, [])
-        missing = self.blocks_for(tokens) - len(table)
+        table, before = self._tables.get(sequence, []), self._tokens.get(sequence, 0)
+        missing = max(0, self.blocks_for(tokens) - len(table))
         index = len(table) if first is None else first // self.block_size
         shared = index < len(table) and self._owners[table[index]] > 1
-        if table and missing <= 0 and not shared:  # the usual case: the block has room
-            self._tokens[sequence] = max(tokens, self._tokens[sequence])
-            return True
         if missing + shared > self.free_blocks:
             return False
-        if shared:
+        after = max(tokens, before)
+        self.unused_slots += missing * self.block_size - (after - before)
+        if shared:  # the slots after its tokens are the others' as well
+            self.unused_slots += len(table) * self.block_size - before
             self._owners[table[index]] -= 1
             self.copies.append((table[index], self._new_block()))
             table[index] = self.copies[-1][1]
         table += [self._new_block() for _ in range(missing)]
         self._tables[sequence] = table
-        self._tokens[sequence] = max(tokens, self._tokens.get(sequence, 0))
+        self._tokens[sequence] = after
         self.peak_blocks = max(self.peak_blocks, self.used_blocks)
         return True
 
@@ -124,7 +130,10 @@ class BlockAllocator:
 
     def release(self, sequence: int) -> None:
         """Give up every block of ``sequence``; it may have none."""
-        for block in reversed(self._tables.pop(sequence, [])):
+        table = self._tables.pop(sequence, [])
+        if table and self._owners[table[-1]] == 1:
+            self.unused_slots -= len(table) * self.block_size - self._tokens[sequence]
+        for block in reversed(table):
             self._owners[block] -= 1
             if not self._owners[block] and not self._prefixes.leave(block):
                 heappush(self._free, block)

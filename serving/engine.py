@@ -516,7 +516,8 @@ class Engine:
     def _copy(self) -> None:
         """Make the block copies that the scheduler requests. If that fails, the next step tries again."""
         try:
-            self._runner.copy_blocks(self._scheduler.copies())
+            if copies := self._scheduler.copies():
+                self._runner.copy_blocks(copies)
         except (RanksLost, CollectiveError):
             raise
         except Exception:
@@ -537,12 +538,16 @@ class Engine:
 
     def _choose(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[list[New]]:
         """Draw from logits [S, V] of the chunks that sample; several answers begin with draws from the same row."""
+        every = [chunk.sequence for chunk in chunks if chunk.samples]
+        if all([each.request.n == 1 for each in every]):  # noqa: C419 - a generator takes longer
+            found = iter(draw(logits, every) if every else [])
+            return [[New(chunk.sequence, next(found))] if chunk.samples else [] for chunk in chunks]
         answers = [self._answers(chunk.sequence) if chunk.samples else [] for chunk in chunks]
         every = [sequence for each in answers for sequence in each]
         if len(every) > len(logits):
             rows = [row for row, each in enumerate(filter(None, answers)) for _ in each]
             logits = logits[torch.tensor(rows, device=logits.device)]
-        found = iter(draw(logits, every) if every else [])
+        found = iter(draw(logits, every))
         return [[New(sequence, next(found)) for sequence in each] for each in answers]
 
     def _answers(self, sequence: SequenceState) -> list[SequenceState]:
@@ -575,7 +580,7 @@ class Engine:
             lead = chunk.sequence
             if not (news and news[0].sequence is lead and isinstance(news[0].what, Exception)):
                 self._scheduler.advance(chunk)
-            for sequence, _ in news:
+            for sequence, _ in news if len(news) > 1 else ():
                 if sequence is not lead:
                     self._live[lead.number].append(sequence)
                     self._scheduler.fork(lead, sequence)
@@ -598,11 +603,12 @@ class Engine:
     def _count(self, chunks: Sequence[Chunk], generated: int, seconds: float) -> None:
         """Add one step that ``generated`` so many tokens to the statistics, before the tokens are appended."""
         stats, allocator = self.stats, self._allocator
-        prefill = sum(chunk.length for chunk in chunks if not chunk.decodes)
+        filling = [chunk for chunk in chunks if not chunk.decodes]
+        prefill = sum([chunk.length for chunk in filling])
         stats.steps += 1
         stats.generated_tokens += generated
         stats.prefill_tokens += prefill
-        stats.recomputed_tokens += sum(chunk.recomputed for chunk in chunks)
+        stats.recomputed_tokens += sum([chunk.recomputed for chunk in filling])
         if prefill:
             stats.prefill_seconds += seconds
         else:

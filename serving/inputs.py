@@ -17,6 +17,7 @@ from enum import IntEnum
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -109,6 +110,7 @@ class StepInputs:
         self._there = torch.zeros_like(self.buffer, device=device) if on_gpu else self.buffer
         self._copied = torch.cuda.Event() if on_gpu else None
         self._here: dict[str, Any] = {name: self.buffer.numpy()[at] for name, at in self._at.items()}
+        self._ends = np.arange(1, max_sequences + 1)  # of sequences that have one token each
         self.scratch_row = max_sequences  # the row that padding may change
         self.table = torch.zeros(max_sequences + 1, max_blocks, dtype=torch.int32, device=device)
         self._index = torch.arange(max(max_tokens, max_sequences), device=device)
@@ -133,6 +135,29 @@ class StepInputs:
             here["wanted"][: shape.wanted] = [
                 index for part, end in zip(parts, ends) for index in range(end - part.wanted, end)
             ]
+        self._list("changes", changes)
+        return shape
+
+    def pack_decodes(
+        self,
+        sequences: Sequence[tuple[int, Sequence[int]]],
+        changes: Sequence[Change] = (),
+        *,
+        block_size: int,
+        step: int,
+    ) -> Shape:
+        """:meth:`pack` the last token of each of ``sequences``, given by their rows and all of their tokens."""
+        self.settle()
+        here, count, lens = self._here, len(sequences), [len(tokens) for _, tokens in sequences]
+        longest = max(lens)
+        shape = Shape(
+            Kind.COMPUTE, count, count, count, len(changes), 0, 1, 1, longest, -(-longest // block_size), step
+        )  # fmt: skip
+        self.repack(shape)
+        here["rows"][:count] = [row for row, _ in sequences]
+        here["starts"][1 : count + 1] = self._ends[:count]
+        here["lens"][:count] = lens
+        here["tokens"][:count] = [tokens[-1] for _, tokens in sequences]
         self._list("changes", changes)
         return shape
 
@@ -189,10 +214,11 @@ class StepInputs:
     def pad(self, shape: Shape, sequences: int, max_seq_len: int, *, block_size: int) -> Shape:
         """Pad a decode step of :meth:`pack` to ``sequences`` sequences; the added ones have no token."""
         here, count = self._here, shape.sequences
-        here["rows"][count:sequences] = self.scratch_row
-        here["starts"][count + 1 : sequences + 1] = shape.tokens
-        here["lens"][count:sequences] = 0
-        here["tokens"][count:sequences] = 0
+        if count < sequences:
+            here["rows"][count:sequences] = self.scratch_row
+            here["starts"][count + 1 : sequences + 1] = shape.tokens
+            here["lens"][count:sequences] = 0
+            here["tokens"][count:sequences] = 0
         changes = here["changes"].reshape(3, -1)[:, shape.changes : 2 * sequences]
         changes[0], changes[1:] = self.scratch_row, 0
         return shape._replace(

@@ -35,11 +35,13 @@ def event_of(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:
     if not isinstance(new, Exception):
         try:
             finish, text = sequence.accept(new.token)
-            scored = sequence.generated == 1 and sequence.request.sampling.prompt_logprobs is not None
+            scored = sequence.request.sampling.prompt_logprobs is not None and sequence.generated == 1
             scores = sequence.prompt_scores if scored and not sequence.index else None
-            drawn = new.token, finish, None, new.logprob, new.top_logprobs
             reason = sequence.stop_reason if finish == "stop" else None
-            return TokenEvent(sequence.number, *drawn, text, scores, sequence.index, reason)
+            token, logprob, likeliest = new
+            return TokenEvent(
+                sequence.number, token, finish, None, logprob, likeliest, text, scores, sequence.index, reason
+            )
         except Exception as error:  # an error of the tokenizer or the guide
             new = error
     return TokenEvent(sequence.number, None, "error", new, text=sequence.rest(), index=sequence.index)

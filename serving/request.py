@@ -213,7 +213,7 @@ class PromptScores(Sequence[ScoredToken]):
         return repr(tuple(self))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)  # frozen ones take four times as long to make
 class TokenEvent:
     """One generated token of one answer. ``finish`` is the reason if it is the last.
 
@@ -308,6 +308,11 @@ class SequenceState:
         self.tokens.append(token)
         if self.guide is not None:
             self.guide.advance(token)
+        elif self.text is None:  # of :meth:`finish`, what can be
+            if token in self.stop:
+                return "stop", ""
+            ended = len(self.tokens) - len(self.request.prompt) >= self.request.max_new_tokens
+            return "length" if ended else None, ""
         if self.text is None:
             return self.finish(), ""
         text = self.text.push(token)

@@ -134,12 +134,14 @@ class Runner:
                     torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    @contextlib.contextmanager
-    def invariance(self) -> Iterator[None]:
+    def invariance(self) -> contextlib.AbstractContextManager[None]:
         """Within the block, this thread computes and chooses implementations in the engine's mode."""
-        on_cpu, invariant = self._options["device"].type == "cpu", self._invariant or dispatch.row_invariant()
-        alone = processor.one_thread() if invariant and on_cpu else contextlib.nullcontext()
-        with dispatch.row_invariance(invariant), alone:
+        return self._in_invariance() if self._invariant or dispatch.row_invariant() else _NOTHING
+
+    @contextlib.contextmanager
+    def _in_invariance(self) -> Iterator[None]:
+        on_cpu = self._options["device"].type == "cpu"
+        with dispatch.row_invariance(), processor.one_thread() if on_cpu else _NOTHING:
             yield
 
     # --- rank 0
@@ -147,22 +149,29 @@ class Runner:
     def logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Run the model over ``chunks``: the logits [S, V] of those that sample, in their order."""
         inputs = self._open()
-        changes = [change for chunk in chunks for change in self._gained(chunk.sequence)]
+        table = self._allocator.table
+        gained = [c.sequence for c in chunks if c.sequence.sent != len(table(c.sequence.id))]
+        changes = [change for sequence in gained for change in self._gained(sequence)]
         if len(changes) > 2 * len(chunks):  # prefixes found in the cache
             for some in inputs.batches(changes):
                 self._everywhere(inputs.pack_list(Kind.CHANGE, some))
             changes = []
-        parts = [
-            Part(c.sequence.row, c.start, c.sequence.tokens[c.start : c.start + c.length], logit_rows(c))
-            for c in chunks
-        ]
         self._steps += 1
-        shape = inputs.pack(parts, changes, block_size=self._allocator.block_size, step=self._steps)
+        options = {"block_size": self._allocator.block_size, "step": self._steps}
+        last = [(c.sequence.row, c.sequence.tokens) for c in chunks if c.length == 1 and c.samples]
+        if decodes := len(last) == len(chunks):
+            shape = inputs.pack_decodes(last, changes, **options)
+        else:
+            parts = [
+                Part(c.sequence.row, c.start, c.sequence.tokens[c.start : c.start + c.length], logit_rows(c))
+                for c in chunks
+            ]
+            shape = inputs.pack(parts, changes, **options)
         logits = self._everywhere(shape)
-        for chunk in chunks:
-            chunk.sequence.sent = len(self._allocator.table(chunk.sequence.id))
+        for sequence in gained:
+            sequence.sent = len(table(sequence.id))
         assert logits is not None
-        return take_prompt_scores(logits, chunks)
+        return logits if decodes else take_prompt_scores(logits, chunks)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         """Copy blocks, in order where they depend on each other."""
@@ -211,8 +220,6 @@ class Runner:
     def _gained(self, sequence: SequenceState) -> list[Change]:
         """The blocks of ``sequence`` that the device's block table lacks."""
         table = self._allocator.table(sequence.id)
-        if sequence.sent == len(table):
-            return []
         return [Change(sequence.row, column, table[column]) for column in range(sequence.sent, len(table))]
 
     def _everywhere(self, shape: Shape) -> torch.Tensor | None:
@@ -245,7 +252,7 @@ class Runner:
             elif shape.kind == Kind.END:
                 return
             try:
-                with sealing.sealed() if shape.sealed else contextlib.nullcontext():
+                with sealing.sealed() if shape.sealed else _NOTHING:
                     self._run(shape)
             except CollectiveError as error:
                 raise RanksLost(f"a rank of the model was lost: {error}") from error
@@ -262,7 +269,7 @@ class Runner:
     def _device(self) -> contextlib.AbstractContextManager[Any]:
         """Make the model's GPU this thread's current one."""
         device = self._options["device"]
-        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
     def _do(self, shape: Shape) -> torch.Tensor | None:
         inputs, cache = self._open(), self.cache
@@ -312,7 +319,8 @@ class Runner:
             shape = Shape(Kind.COMPUTE, max_query_len=1)
         padded = inputs.pad(shape, *size, block_size=cache.block_size)
         inputs.upload()
-        return self.graphs.run(size, lambda: self._forward(inputs, padded, cache))[: shape.wanted]
+        logits = self.graphs.run(size, lambda: self._forward(inputs, padded, cache))
+        return logits if padded.wanted == shape.wanted else logits[: shape.wanted]
 
     def _forward(self, inputs: StepInputs, shape: Shape, cache: PagedKVCache) -> torch.Tensor:
         inputs.change(shape)
@@ -334,6 +342,9 @@ class Runner:
     def _open(self) -> StepInputs:
         assert self._inputs is not None, "nothing is computed while the engine is closed"
         return self._inputs
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def padded(tokens: int) -> int:

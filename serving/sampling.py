@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .guide import GuideRefused
@@ -13,8 +14,9 @@ from .guiding import masked
 from .request import SequenceState
 
 _GREATEST = 2.0**-53
-# SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), its constants as signed numbers.
-_GAMMA, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
+# SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+_GAMMA, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_11, _27, _30, _31 = map(np.uint64, (11, 27, 30, 31))
 
 
 class Sampled(NamedTuple):
@@ -35,6 +37,8 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
     Raises ValueError if a row's guide allows no token that its request allows.
     """
     params = [sequence.request.sampling for sequence in sequences]
+    if all([each.likeliest for each in params]):  # noqa: C419 - a generator takes longer
+        return [Sampled(token) for token in logits.argmax(dim=-1).tolist()]
     own = logits  # the model's own
     changed = [row for row, each in enumerate(params) if each.penalises or each.logit_bias or each.allowed_tokens]
     if changed:
@@ -48,7 +52,7 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
     tokens = logits.argmax(dim=-1)
     drawn = [row for row, each in enumerate(params) if each.temperature > 0]
     if drawn:
-        at = torch.tensor(drawn, device=logits.device)
+        at = _rows(drawn, logits)
         tokens[at] = _draw(logits[at], tokens[at], [sequences[row] for row in drawn])
     chosen = tokens.tolist()
     if guided:
@@ -71,61 +75,54 @@ def _check_allowed(scores: Sequence[float], sequences: Sequence[SequenceState]) 
 def _draw(logits: torch.Tensor, likeliest: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:
     """Tokens [S] drawn from logits [S, V] at their sequences' temperatures; ``likeliest`` [S] of those with NaN."""
     params = [sequence.request.sampling for sequence in sequences]
-    wide, on = logits.to(torch.float64), logits.device
-    temperatures = torch.tensor([each.temperature for each in params], dtype=torch.float64, device=on).unsqueeze(1)
+    wide, size = logits.to(torch.float64), logits.shape[1]
+    numbers = uniform([each.seed for each in sequences], [each.generated for each in sequences])
+    table = [(each.temperature, min(each.top_k or size, size) - 1, each.top_p, each.min_p) for each in params]
+    columns = torch.cat([torch.tensor(table, dtype=torch.float64), numbers.unsqueeze(1)], 1).to(logits.device)
+    temperatures, *limits, numbers = columns.unsqueeze(2).unbind(1)  # [S, 1] each, by one copy to the device
     # Shifted first: at any temperature, the likeliest token's exponent stays 0.
     weights = ((wide - wide.amax(-1, keepdim=True)) / temperatures).exp()
     filtered = [row for row, each in enumerate(params) if each.filters]
     if filtered:
-        at = torch.tensor(filtered, device=on)
-        weights[at] = _filtered(weights[at], [params[row] for row in filtered])
+        at = _rows(filtered, weights)
+        weights[at] = _filtered(weights[at], *(each[at] for each in limits))
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     # The factor is below 1, so the target is below the total and falls on a token with a probability above 0.
-    numbers = uniform([each.seed for each in sequences], [each.generated for each in sequences])
-    target = numbers.to(on).unsqueeze(1) * total
-    drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    drawn = torch.searchsorted(cumulative, numbers * total, right=True).squeeze(1).clamp(max=size - 1)
     return torch.where(total.squeeze(1) > 0, drawn, likeliest)
 
 
-def _filtered(weights: torch.Tensor, params: Sequence[Any]) -> torch.Tensor:
-    """``weights`` [S, V], not negative, with 0 for tokens that ``top_k``, ``top_p`` or ``min_p`` exclude."""
-    on, size = weights.device, weights.shape[1]
+def _filtered(weights: torch.Tensor, last: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """``weights`` [S, V], not negative, with 0 for tokens that ``top_k`` = last + 1, ``top_p`` or ``min_p``, each
+    [S, 1], exclude.
+    """
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
-
-    def column(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=on).unsqueeze(1)
-
-    last = column([min(each.top_k or size, size) - 1 for each in params], torch.int64)
-    kept = ordered.masked_fill(ordered < ordered.gather(1, last), 0.0)
+    kept = ordered.masked_fill(ordered < ordered.gather(1, last.long()), 0.0)
     share = kept / kept.sum(-1, keepdim=True)
     before = share.cumsum(-1) - share
-    kept = kept.masked_fill(before >= column([each.top_p for each in params], torch.float64), 0.0)
-    kept = kept.masked_fill(kept < kept[:, :1] * column([each.min_p for each in params], torch.float64), 0.0)
+    kept = kept.masked_fill(before >= top_p, 0.0)
+    kept = kept.masked_fill(kept < kept[:, :1] * min_p, 0.0)
     kept[:, 0] = ordered[:, 0]  # despite rounding
     return torch.zeros_like(weights).scatter_(1, order, kept)
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """A number in [0, 1) [S] fp64 for each pair of a seed and the position of a token in its answer, from 0 on."""
-    state = _mixed(torch.tensor([_signed(seed) for seed in seeds]) + _GAMMA)
-    state = _mixed(state + (torch.tensor(positions) + 1) * _GAMMA)  # integer overflow is intended
-    return _shifted(state, 11).double() * _GREATEST
+    state = _mixed(np.array([seed % 2**64 for seed in seeds], np.uint64) + _GAMMA)
+    state = _mixed(state + np.array([position + 1 for position in positions], np.uint64) * _GAMMA)  # modulo 2^64
+    return torch.from_numpy((state >> _11).astype(np.float64) * _GREATEST)
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ _shifted(x, 30)) * _MIX_1
-    x = (x ^ _shifted(x, 27)) * _MIX_2
-    return x ^ _shifted(x, 31)
+def _mixed(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    x = (x ^ (x >> _30)) * _MIX_1
+    x = (x ^ (x >> _27)) * _MIX_2
+    return x ^ (x >> _31)
 
 
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """The logical shift x >> bits of 64-bit numbers."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(seed: int) -> int:
-    return (seed + 2**63) % 2**64 - 2**63
+def _rows(rows: Sequence[int], of: torch.Tensor) -> Any:
+    """The index of these rows of a matrix: all of them, or a tensor on its device."""
+    return slice(None) if len(rows) == len(of) else torch.tensor(rows, device=of.device)
 
 
 def _scored(logits: torch.Tensor, tokens: Sequence[int], reported: Mapping[int, int]) -> dict[int, Sampled]:

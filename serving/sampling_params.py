@@ -72,6 +72,12 @@ class SamplingParams:
         """Whether earlier tokens affect the choice."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @functools.cached_property
+    def likeliest(self) -> bool:
+        """Whether the token with the largest logit is all that is asked for."""
+        changed = self.penalises or self.logit_bias or self.allowed_tokens or self.guide is not None
+        return not (self.temperature or changed or self.logprobs is not None)
+
     @property
     def filters(self) -> bool:
         """Whether some tokens are excluded by their probability."""

@@ -22,7 +22,6 @@ ones overtake it, and it is then the client's first. Once all older ones have en
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -34,8 +33,7 @@ from .prefix_cache import block_hash, root_hash
 from .request import SequenceState
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens ``start`` to ``start + length`` of ``sequence``; ``samples`` if the next token follows from them."""
 
     sequence: SequenceState
@@ -47,7 +45,7 @@ class Chunk:
     def decodes(self) -> bool:
         """Whether this is the token that the last step generated, not prefill."""
         sequence = self.sequence
-        return self.start >= max(len(sequence.request.prompt), sequence.most_computed)
+        return self.start >= sequence.most_computed and self.start >= len(sequence.request.prompt)
 
     @property
     def recomputed(self) -> int:
@@ -160,6 +158,12 @@ class Scheduler:
         running = self.running  # preemption takes the last one
         while index < len(running):
             sequence = running[index]
+            start, end = sequence.computed, len(sequence.tokens)
+            if end - start == 1 and self.allocator.take_slot(sequence.id, end):  # the usual case: a decode
+                chunks.append(Chunk(sequence, start, 1, True))
+                budget -= 1
+                index += 1
+                continue
             chunk = _next_chunk(sequence, budget - (len(running) - index - 1))  # leaves a token for each later one
             if self._make_room(chunk):
                 chunks.append(chunk)
@@ -178,6 +182,8 @@ class Scheduler:
         """The block copies that the scheduled chunks need, in an order in which none overwrites another's source:
         copies to host memory come first, copies from there last.
         """
+        if not (self._copies or self.allocator.copies):
+            return []
         within = [Copy(Way.WITHIN, *pair) for pair in self.allocator.copies]
         return sorted(self._copies + within, key=lambda copy: copy.way)
 
@@ -189,14 +195,16 @@ class Scheduler:
     def advance(self, chunk: Chunk) -> None:
         """Record a computed chunk: others may share its full blocks from now on."""
         sequence = chunk.sequence
-        sequence.computed = chunk.start + chunk.length
-        sequence.most_computed = max(sequence.most_computed, sequence.computed)
+        sequence.computed = computed = chunk.start + chunk.length
+        if computed > sequence.most_computed:
+            sequence.most_computed = computed
         if self._prefix_caching:
             full = sequence.computed // self.allocator.block_size
-            self._hash(sequence, full)
-            for index in range(sequence.published, full):
-                self.allocator.publish(sequence.id, index, sequence.hashes[index])
-            sequence.published = full
+            if full > sequence.published:
+                self._hash(sequence, full)
+                for index in range(sequence.published, full):
+                    self.allocator.publish(sequence.id, index, sequence.hashes[index])
+                sequence.published = full
 
     def new_weights(self) -> None:
         """Discard everything computed so far: running sequences wait again, and no block of it is shared."""

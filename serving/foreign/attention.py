@@ -87,7 +87,7 @@ def _stock(module: Any, here: step.Pass | None) -> Callable[..., Any]:
 def _viewed(module: Any) -> Any:
     """The module itself, also if ``module`` is a view: fused attention passes views of itself."""
     while isinstance(module, View):
-        module = module.__dict__["_module"]
+        module = module._module
     return module
 
 

@@ -228,7 +228,10 @@ class Bookkeeping(RuleBasedStateMachine):
         assert allocator.used_blocks + allocator.free_blocks == allocator.num_blocks
         self.peak = max(self.peak, allocator.used_blocks)
         assert allocator.peak_blocks >= self.peak
-        assert 0 <= allocator.unused_slots <= len(tables) * (allocator.block_size - 1)
+        last = {table[-1]: number for number, table in tables.items() if table}  # a shared block counts once
+        held = [len(tables[number]) * allocator.block_size - allocator._tokens[number] for number in last.values()]
+        assert allocator.unused_slots == sum(held)
+        assert all(0 <= each < allocator.block_size for each in held)
 
     @invariant()
     def known_blocks_hold_what_their_hash_says(self) -> None:
