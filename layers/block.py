@@ -153,19 +153,19 @@ class ParallelBlock(Layer):
         # In one process the epilogue of each branch's last product forms the residual sum.
         alone = self.group.size == 1 and dropout is None
         inference = self.group.size > 1 and dropout is None and not torch.is_grad_enabled()
-        norm = self.post_attention_layernorm
-        if alone and last_layer(self.self_attn, "o_proj") is not None:
-            after: ResidualStream = self.self_attn(y, residual=stream, **attention)
-        elif inference and can_defer(deferrable(self.self_attn, "o_proj", norm=norm), norm, stream):
-            after = stream, self.self_attn.partial_sum(y, **attention), None
+        self_attn, norm, mlp = self.self_attn, self.post_attention_layernorm, self.mlp
+        if alone and last_layer(self_attn, "o_proj") is not None:
+            after: ResidualStream = self_attn(y, residual=stream, **attention)
+        elif inference and can_defer(deferrable(self_attn, "o_proj", norm=norm), norm, stream):
+            after = stream, self_attn.partial_sum(y, **attention), None
         else:
-            after = stream, self.self_attn(y, **attention), dropout
+            after = stream, self_attn(y, **attention), dropout
         y, stream = normed(norm, after, ATTENTION, impl=self.impl)
-        if alone and last_layer(self.mlp, "down_proj", "c_proj") is not None:
-            return self.mlp(y, residual=stream)
-        if inference and can_defer(deferrable(self.mlp, "down_proj", "c_proj", norm=then), then, y):
-            return stream, self.mlp.partial_sum(y), None
-        out = stream, self.mlp(y), dropout
+        if alone and last_layer(mlp, "down_proj", "c_proj") is not None:
+            return mlp(y, residual=stream)
+        if inference and can_defer(deferrable(mlp, "down_proj", "c_proj", norm=then), then, y):
+            return stream, mlp.partial_sum(y), None
+        out = stream, mlp(y), dropout
         return joined(out, impl=self.impl) if join else out
 
 
@@ -213,7 +213,8 @@ def make_norm(
 
 def last_layer(module: nn.Module, *names: str) -> nn.Module | None:
     """The last layer of ``module``, found under one of ``names``; None unless both are plain."""
-    last = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    children = module._modules
+    last = next((children[name] for name in names if name in children), None)
     return last if last is not None and is_plain_module(module) and is_plain_module(last) else None
 
 

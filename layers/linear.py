@@ -6,8 +6,6 @@ Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; the sequence-parall
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -29,6 +27,7 @@ from .module import (
     ShardedModule,
     TensorParallel,
     check_divides,
+    held,
 )
 from .options import LayerKwargs, LayerOptions, Unpack
 
@@ -130,8 +129,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.group.size == 1:  # straight to the GEMM: a stock layer's call is this short
             return linear_act(
                 x,
-                self.weight,
-                self.bias,
+                *held(self, "weight", "bias"),
                 activation=self.activation,
                 fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
                 pack_weight=not self.training,
@@ -185,7 +183,7 @@ def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tenso
     first = layers[0]
     if first.sequence_parallel:
         check_tokens(x)
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    weights, biases = zip(*[held(layer, "weight", "bias") for layer in layers])
     if first.group.size == 1:
         return linear_act(
             x,
@@ -197,12 +195,6 @@ def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tenso
             impl=first.impl,
         )
     return column_linear(x, weights, biases, first.tp_options(f"{first.site}.in"), activation=first.activation)
-
-
-def held(layer: Any) -> tuple[Any, Any]:
-    """Weight and bias of ``layer``, read directly from its parameters: nn.Module's attribute lookup is slow."""
-    params = layer._parameters
-    return (params["weight"], params["bias"]) if "weight" in params else (layer.weight, layer.bias)
 
 
 def check_tokens(x: torch.Tensor) -> None:
@@ -239,8 +231,7 @@ class RowParallelLinear(_ParallelLinear):
         if self.group.size == 1:
             return linear_act(
                 x,
-                self.weight,
-                self.bias,
+                *held(self, "weight", "bias"),
                 residual=residual,
                 fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
                 pack_weight=not self.training,

@@ -99,13 +99,15 @@ class ParallelMLP(TensorParallel, Layer):
         plain = all(map(is_plain_module, layers))
         alone = plain and self.group.size == 1 and not (torch.compiler.is_compiling() or hooked_everywhere())
         if alone and residual is None and self._small(x, layers[0]):
-            return functional.plain_mlp(x, [held(layer) for layer in layers], self.activation)
+            return functional.plain_mlp(x, [held(layer, *_PARAMETERS) for layer in layers], self.activation)
         *first, last = layers
         if not plain or self._composed(x):
             h = self._hidden(x, alone)
             if not alone:
                 return last(h) if residual is None else last(h, residual=residual)
-            return linear_act(h, *held(last), residual=residual, pack_weight=not last.training, impl=self.impl)
+            return linear_act(
+                h, *held(last, *_PARAMETERS), residual=residual, pack_weight=not last.training, impl=self.impl
+            )
         if self.sequence_parallel:
             check_tokens(x)
         return fused_mlp(
@@ -129,7 +131,7 @@ class ParallelMLP(TensorParallel, Layer):
         """Whether this call, in one process, would run torch's own ops alone."""
         if self.recompute or self.fuse_wgrad_accumulation:
             return False
-        return functional.stays_plain(self.impl, x, held(first)[0], not self.training)
+        return functional.stays_plain(self.impl, x, held(first, "weight")[0], not self.training)
 
     def _composed(self, x: torch.Tensor) -> bool:
         """Whether the layers run one after the other although they could run as one function."""
@@ -147,7 +149,9 @@ class ParallelMLP(TensorParallel, Layer):
             if not alone:
                 return self.c_fc(x)
             pack = not self.c_fc.training  # a module's call takes longer than one of an op
-            return linear_act(x, *held(self.c_fc), activation=self.activation, pack_weight=pack, impl=self.impl)
+            return linear_act(
+                x, *held(self.c_fc, *_PARAMETERS), activation=self.activation, pack_weight=pack, impl=self.impl
+            )
         gate, up, activation = self.gate_proj, self.up_proj, self.activation
         if not (is_plain_module(gate) and is_plain_module(up)):
             return apply_activation(gate(x), activation) * up(x)
@@ -177,4 +181,5 @@ class ParallelMLP(TensorParallel, Layer):
         return [found[name] for name in names]  # nn.Module's own search takes longer than a small product
 
 
+_PARAMETERS = ("weight", "bias")
 _GATED, _PLAIN = ("gate_proj", "up_proj", "down_proj"), ("c_fc", "c_proj")

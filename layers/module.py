@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -82,12 +83,13 @@ def is_plain_module(module: nn.Module) -> bool:
     not take. An adapter that replaced the module is not plain, and neither is a wrapped module: FSDP gives it a class
     of its own.
     """
+    own = module.__dict__  # nn.Module's own search for an attribute takes three times as long
     return type(module).__module__.startswith(_PACKAGE) and not (
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or "forward" in module.__dict__
+        own["_forward_pre_hooks"]
+        or own["_forward_hooks"]
+        or own["_backward_pre_hooks"]
+        or own["_backward_hooks"]
+        or "forward" in own
     )
 
 
@@ -102,6 +104,22 @@ def hooked_everywhere() -> bool:
 
 
 _PACKAGE = __name__.rpartition(".")[0] + "."
+
+
+def held(module: nn.Module, *names: str) -> Any:
+    """``getattr`` of each of the ``names``, None for an absent one; for parameters without nn.Module's slow search."""
+    if torch.compiler.is_compiling():  # it warns of a function that remembers
+        return [getattr(module, name, None) for name in names]
+    params, kind = module.__dict__["_parameters"], cast(Any, type(module))
+    return [
+        params[name] if name in params and not shadowed(kind, name) else getattr(module, name, None) for name in names
+    ]
+
+
+@functools.cache
+def shadowed(kind: Any, name: str) -> bool:
+    """Whether the class has an attribute of this name, which comes before a parameter or child of its instances."""
+    return hasattr(kind, name)
 
 
 class Layer(nn.Module):
@@ -212,7 +230,7 @@ class ShardedModule(Layer):
 
     def local(self, *names: str) -> tuple[Any, ...]:
         """This rank's plain tensors of the parameters ``names``, None for an absent one."""
-        return local_tensors(*(getattr(self, name) for name in names))
+        return local_tensors(*held(self, *names))
 
     def local_repeated(self, *names: str, site: str) -> tuple[Any, ...]:
         """:meth:`local` for parameters that are whole on every rank.

@@ -65,14 +65,9 @@ def fused_mlp(
     alone = options.group.size == 1
     key = None
     if alone and recompute < 2 and not options.fuse_wgrad_accumulation:
-        grad = torch.is_grad_enabled()
-        saves = grad and _saves_preact(x, params, recompute)
-        key = feed_forward.key_of(options.impl, x, params, residual, activation, saves)
-        settled = feed_forward.find(key)
-        if settled is not None:
-            if grad and _any_requires_grad(x, residual, *params):
-                return _apply(_Call(_ALONE, activation, recompute, len(weights), settled, key), residual, x, *params)
-            return settled.forward(x, params, residual)[0]
+        y, key = settled_mlp(x, params, activation, options.impl, recompute=recompute, residual=residual)
+        if y is not None:
+            return y
     call = _Call(options.now(), activation, recompute, n=len(weights))
     if residual is not None and not alone:
         raise ValueError("residual: a sum over ranks has no epilogue to add it in; add it to the result")
@@ -82,6 +77,32 @@ def fused_mlp(
     if residual is x:  # torch.compile does not accept a tensor twice
         residual = x.view_as(x)
     return ParallelMLPFunction.apply(call._replace(key=key), residual, x, *params)
+
+
+def settled_mlp(
+    x: torch.Tensor,
+    params: tuple[Any, ...],
+    activation: str,
+    impl: str = "auto",
+    *,
+    recompute: int = 0,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, Any]:
+    """:func:`fused_mlp` in one process, of a kind that was met before, and what it is looked up by; either may be None.
+
+    ``params`` are the weights, the biases, ``out_weight`` and ``out_bias``.
+    """
+    grad = torch.is_grad_enabled()
+    saves = grad and _saves_preact(x, params, recompute)
+    key = feed_forward.key_of(impl, x, params, residual, activation, saves)
+    settled = feed_forward.find(key)
+    if settled is None:
+        return None, key
+    if grad and _any_requires_grad(x, residual, *params):
+        call = _Call(_ALONE, activation, recompute, len(params) // 2 - 1, settled, key)
+        y: torch.Tensor = _apply(call, residual, x, *params)
+        return y, key
+    return settled.forward(x, params, residual)[0], key
 
 
 def _saves_preact(x: torch.Tensor, params: Params, recompute: int) -> bool:

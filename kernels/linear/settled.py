@@ -52,11 +52,12 @@ class Settled:
         sources: Targets | None = None,
         row_sums: Optional | None = None,
     ) -> None:
-        around = self._around(targets, biases, sources, row_sums)
         if self._launch is None:
-            launched(self._plan, self._grid, a, b, around, self._combine)
-        else:
-            self._launch(self._grid, (a, b, *around, None, None, 0), on=targets[0][0])
+            launched(self._plan, self._grid, a, b, self._around(targets, biases, sources, row_sums), self._combine)
+            return
+        nothing = self._nothing  # what follows is `_around`, without a call
+        around = biases or self._no_biases, None, sources or nothing, targets, row_sums or nothing
+        self._launch(self._grid, (a, b, *around, None, None, 0), on=targets[0][0])
 
     def _around(self, targets: Targets, biases: Any, sources: Any, row_sums: Any) -> tuple[Any, ...]:
         return biases or self._no_biases, None, sources or self._nothing, targets, row_sums or self._nothing
@@ -186,20 +187,21 @@ class Gradients:
             self._dx = Settled(where, "nn", rows, known, ((dx,),), combine="chained" if n > 1 else "grouped")
         if x is not None:
             self._sizes = [(dz.shape[1], x.shape[-1]) for dz in rows]
-            self._sums = [dz.shape[1] if want else None for dz, want in zip(rows, want_biases)]
+            self._sums: Any = tuple([dz.shape[1] if want else None for dz, want in zip(rows, want_biases)])
+            self._summed = any(want_biases)
             dws, dbs = self._outputs(_meta(dzs[0]))
             self._dw = Settled(where, "tn", rows, (_rows(x),) * n, tuple([(dw,) for dw in dws]), row_sums=dbs)
 
     def __call__(
-        self, dzs: Matrices, x: torch.Tensor | None, weights: Any
+        self, dzs: Matrices, x: torch.Tensor | None, weights: Any, like: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None], Sequence[torch.Tensor | None]]:
-        """dx with the leading dimensions of the dz_i, the dW_i, and the sums."""
+        """dx with the leading dimensions of ``like``, or of the dz_i, the dW_i, and the sums."""
         n = len(dzs)
         dx: torch.Tensor | None = None
         dws: list[Any] = [None] * n
         dbs: Sequence[torch.Tensor | None] = dws
         if self._dx is not None:
-            dx = alloc.new_empty(dzs[0], *dzs[0].shape[:-1], self._columns)
+            dx = alloc.new_empty(dzs[0], *(dzs[0] if like is None else like).shape[:-1], self._columns)
             self._dx(dzs, tuple(weights), ((dx,),))
         if self._dw is not None:
             dws, dbs = self._outputs(dzs[0])
@@ -208,6 +210,8 @@ class Gradients:
 
     def _outputs(self, like: torch.Tensor) -> tuple[list[torch.Tensor], Optional]:
         dws = [alloc.new_empty(like, *size) for size in self._sizes]
+        if not self._summed:
+            return dws, self._sums  # None of each
         return dws, tuple([None if size is None else alloc.new_empty(like, size) for size in self._sums])
 
 
@@ -256,9 +260,7 @@ class _Backward:
         n = self._n
         outs = self._like(dy, zs)
         self._dz((dy,), (out_weight,), (outs,), sources=(tuple(zs),))
-        dx, dws, dbs = self._first(outs[:n], x if self._reads_x else None, weights)
-        if dx is not None:
-            dx = dx.view(*dy.shape[:-1], dx.shape[1])
+        dx, dws, dbs = self._first(outs[:n], x if self._reads_x else None, weights, dy)
         dout: list[Any] = [None, None]
         if self._out is not None:
             _, (dout[0],), (dout[1],) = self._out((dy,), outs[n] if self._recomputes else h, (None,))

@@ -46,7 +46,8 @@ def apply_rope_(
 class Rotation:
     """:func:`apply_rope` for operands of one kind: what remains is to allocate, and to launch.
 
-    With ``heads_first`` q is [..., N, S, H] and k [..., K, S, H], and results have their order in memory, too.
+    With ``heads_first`` q is [..., N, S, H] and k [..., K, S, H], and results have their order in memory, too. With
+    ``twice`` the tables are [..., P], and what the kernel reads begins where they do.
     """
 
     def __init__(
@@ -58,8 +59,11 @@ class Rotation:
         interleaved: bool,
         conjugate: bool,
         heads_first: bool,
+        twice: bool,
     ) -> None:
-        self.heads_first = heads_first
+        self.heads_first, self.twice = heads_first, twice
+        if twice:
+            cos, sin = (table.narrow(-1, 0, table.shape[-1] // 2) for table in (cos, sin))
         metas: Any = [None if x is None else torch.empty_like(x, device="meta") for x in (q, k)]
         heads: Any = (q, k, *self._outputs(*metas))  # results without memory, that lie the same
         if heads_first:

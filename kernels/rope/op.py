@@ -25,6 +25,7 @@ def apply_rope(
     interleaved: bool = False,
     inplace: bool = False,
     heads_first: bool = False,
+    twice: bool = False,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotary position embedding (Su et al., arXiv:2104.09864, section 3.4) of queries and keys, in one launch.
@@ -39,6 +40,7 @@ def apply_rope(
         inplace: write the result over q and k, and return them.
         heads_first: q is [..., N, S, H] and k [..., K, S, H], as transformers has them; results have their order in
             memory, too.
+        twice: cos and sin are [..., P], the angles twice side by side, as transformers has them; one half is read.
         impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``.
 
     Returns (q, k) rotated, in their dtype, rounded once; k is None where it was. Backward rotates by the opposite
@@ -53,19 +55,20 @@ def apply_rope(
     """
     key = None
     if not inplace and dispatch.may_launch(impl, q):
-        key = repeated.key_of(impl, (q, k, cos, sin), (interleaved, False, heads_first))
+        key = repeated.key_of(impl, (q, k, cos, sin), (interleaved, False, heads_first, twice))
         known = None if key is None else _calls.get(key)
         if known is not None and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
             dispatch.counts[_COUNTED] += 1
             grad = _wants_grad(q) or _wants_grad(k)
             outs = _apply_rope(q, k, cos, sin, interleaved, known) if grad else known(q, k, cos, sin)
             return outs[0], None if k is None else outs[1]
-    if heads_first:
-        turned = _turned(q, k)
-        outs = apply_rope(*turned, cos, sin, interleaved=interleaved, inplace=inplace, impl=impl)
-        if key is not None and repeated.key_of(impl, (*turned, cos, sin), (interleaved, False, False)) in _calls:
+    if heads_first or twice:
+        tables = _first_half(cos, sin) if twice else (cos, sin)
+        turned = _turned(q, k) if heads_first else (q, k)
+        outs = apply_rope(*turned, *tables, interleaved=interleaved, inplace=inplace, impl=impl)
+        if key is not None and repeated.key_of(impl, (*turned, *tables), (interleaved, False, False, False)) in _calls:
             _remember(key, q, k, cos, sin)
-        return (q, k) if inplace else _turned(*outs)
+        return (q, k) if inplace else _turned(*outs) if heads_first else outs
     _check(q, k, cos, sin)
     if inplace:
         _check_inplace(q, k)
@@ -111,6 +114,17 @@ def _turned(q: torch.Tensor, k: torch.Tensor | None) -> tuple[torch.Tensor, torc
     return q.transpose(-2, -3), None if k is None else k.transpose(-2, -3)
 
 
+def _first_half(*tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of the last dimension of each of ``tables``; ValueError where it is odd."""
+    for name, table in zip(("cos", "sin"), tables):
+        if not table.dim() or table.shape[-1] % 2:
+            raise ValueError(
+                f"apply_rope: {name} has shape {tuple(table.shape)}: expected [..., P] with P even, the angles twice; "
+                "or pass twice=False"
+            )
+    return tuple([table.narrow(-1, 0, table.shape[-1] // 2) for table in tables])
+
+
 def _rotated_back_by_kernel(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -118,14 +132,16 @@ def _rotated_back_by_kernel(
     sin: torch.Tensor,
     interleaved: bool,
     heads_first: bool,
+    twice: bool,
 ) -> Any:
     """By the opposite angles, outside autograd."""
-    key = repeated.key_of("triton", (q, k, cos, sin), (interleaved, True, heads_first))
+    key = repeated.key_of("triton", (q, k, cos, sin), (interleaved, True, heads_first, twice))
     known = None if key is None else _calls.get(key)
     if known is not None:
         return known(q, k, cos, sin)
     first, second = _turned(q, k) if heads_first else (q, k)
-    outs = library.launches(schemas, first, second, cos, sin).apply_rope(first, second, cos, sin, interleaved, True)
+    tables = _first_half(cos, sin) if twice else (cos, sin)
+    outs = library.launches(schemas, first, second, *tables).apply_rope(first, second, *tables, interleaved, True)
     if key is not None:
         _remember(key, q, k, cos, sin)
     return _turned(*[*outs, None][:2]) if heads_first else outs
@@ -174,7 +190,7 @@ class _ApplyRope(torch.autograd.Function):
         known: Any,
     ) -> Any:
         _keep(ctx, cos, sin, interleaved)
-        ctx.heads_first = known is not None and known.heads_first
+        ctx.layout = (False, False) if known is None else (known.heads_first, known.twice)
         if known is not None:
             outs = tuple(known(q, k, cos, sin)[: 1 if k is None else 2])
         else:
@@ -232,8 +248,8 @@ def _rotated_back(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> list[torch.
     if asked:
         first, second = [*(dys[i] for i in asked), None][:2]
         assert first is not None
-        heads_first = getattr(ctx, "heads_first", False)
-        for i, dx in zip(asked, _rotated_back_by_kernel(first, second, cos, sin, ctx.interleaved, heads_first)):
+        layout = getattr(ctx, "layout", (False, False))  # in place there is one
+        for i, dx in zip(asked, _rotated_back_by_kernel(first, second, cos, sin, ctx.interleaved, *layout)):
             found[i] = dx
     return found
 

@@ -28,6 +28,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
+from . import library
+
 # Private, but what torch.autograd.graph.register_multi_grad_hook and AOTAutograd are built on. Without the first every
 # pass computes everything, without the second nothing is remembered: slower in split backward, still right.
 _will_execute = getattr(torch._C, "_will_engine_execute_node", None)
@@ -74,7 +76,12 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *dys: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(NO_SECOND)
-        run = inner if torch.compiler.is_compiling() else backward  # gradients are off, as `inner` would have them
+        if torch.compiler.is_compiling():
+            run = inner
+        elif not library.autocasts():
+            return backward(ctx, *dys)  # gradients are off, as `inner` would have them
+        else:
+            run = backward
         kind = next((dy.device.type for dy in dys if dy is not None), "cpu")
         if kind != "meta" and torch.is_autocast_enabled(kind):  # around backward(): what forward cast stays as it is
             with torch.autocast(kind, enabled=False):

@@ -98,7 +98,7 @@ def quiet() -> bool:
         or _traces()
         or _profiles()
         or _level() is not None
-        or _casts()
+        or autocasts()
         or forward_ad._current_level >= 0
     )
 
@@ -135,6 +135,6 @@ _functions = getattr(torch._C, "_len_torch_function_stack", _yes)
 _traces = getattr(torch._C, "_is_tracing", _yes)
 _profiles = getattr(torch.autograd, "_profiler_enabled", _yes)
 _level = getattr(torch._C._functorch, "maybe_current_level", _yes)
-_casts = getattr(torch._C, "_is_any_autocast_enabled", _yes)
+autocasts = getattr(torch._C, "_is_any_autocast_enabled", _yes)
 _wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", _yes)
 PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -43,6 +43,7 @@ class Match:
         self.group: Group = SINGLE  # the ranks over which the module is split
         self.whole: str | None = None  # the reason why it is whole in a split model
         self.ranks: Group = SINGLE  # the ranks over which the model is split
+        self.lives: Any = None  # the module's class and number of attributes when a LiveView of it was looked into
         self.sequence: Any = None  # the Sequence that divides its tokens among the ranks
 
     def of_copy(self, module: nn.Module, original: nn.Module, memo: dict[int, Any]) -> Match:
@@ -166,7 +167,8 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
 
 
-_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_match"))
+# And what transformers' loading marks; no forward reads it.
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_match", "_is_hf_initialized"))
 _PLAIN_VALUES = (bool, int, float, str, tuple)
 
 
@@ -212,12 +214,13 @@ def unlike(module: nn.Module, kinds: Mapping[str, type]) -> str | None:
         own: Any = type(child)
         if own is not kind and getattr(own, "_stock", own) is not kind:
             return f"{name} is a {own.__name__}"
-        weight = child._parameters.get("weight")
+        own = child.__dict__  # a module's own search for an attribute takes three times as long
+        weight = own["_parameters"].get("weight")
         if weight is not None and type(weight) not in _PLAIN and not isinstance(child, ShardedModule):
             return f"the weight of {name} is a {type(weight).__name__}"
-        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             return f"{name} has hooks"
-        if "forward" in child.__dict__:
+        if "forward" in own:
             return f"{name} has a forward of its own"
     return None
 

@@ -7,9 +7,11 @@ import inspect
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+
+from ..module import shadowed
 
 
 def names_in(forward: Any) -> frozenset[str]:
@@ -44,12 +46,63 @@ class View:
         setattr(self._module, name, value)
 
 
+class LiveView(View):
+    """A view that reads its module's attributes as fast as the module: it has the module's own dictionary.
+
+    :meth:`of` makes one where that changes nothing.
+    """
+
+    __slots__ = ("_module", "_replaced")
+
+    @staticmethod
+    def of(module: Any, replaced: dict[str, Any]) -> View:
+        """A view of a fused ``module`` with some children replaced, live if it can be.
+
+        It cannot where the dictionary has attributes that a view must not find there: methods bound to the module, and
+        what the module's class hides. A method that takes the place of another attribute after the first call runs on
+        the module itself.
+        """
+        if torch.compiler.is_compiling():
+            return View(module, replaced)
+        own = module.__dict__
+        match, kind = own["_match"], (type(module), len(own))
+        if match.lives != kind:
+            methods = types.MethodType in map(type, own.values())
+            if methods or any(name in own for name in (*replaced, *_hidden(_kind(module)))):
+                return View(module, replaced)
+            match.lives = kind
+        view = LiveView.__new__(LiveView)
+        _set(view, "__dict__", own)
+        _set(view, "_module", module)
+        _set(view, "_replaced", replaced)
+        return view
+
+    def __getattr__(self, name: str) -> Any:
+        replaced = self._replaced
+        if name in replaced:
+            return replaced[name]
+        children = self._modules  # what nn.Module finds last
+        if name in children and not shadowed(_kind(self._module), name):
+            return children[name]
+        return super().__getattr__(name)
+
+
+_set, _kind = object.__setattr__, cast(Any, type)
+
+
+@functools.cache
+def _hidden(kind: Any) -> tuple[str, ...]:
+    """The names that a view must not find in the dictionary of a module of this class: its own, and properties'."""
+    found = {name for base in kind.__mro__ for name, value in vars(base).items() if hasattr(value, "__set__")}
+    return ("forward", *sorted(found - {"__dict__", "__weakref__", "__class__"}))
+
+
 class Shared:
     """Layers that share an input: calling the first runs all of them. A layer called with another input runs alone."""
 
     def __init__(self, layers: dict[str, Any], run: Any) -> None:
         self.layers, self.run = layers, run
-        self.input: Any = None  # with its version
+        self.input: Any = None  # with its version, None where torch counts none
         self.results: dict[str, Any] = {}
         self.apart = False  # whether some layer ran alone
 
@@ -59,10 +112,11 @@ class Shared:
 
     def call(self, name: str, x: Any) -> Any:
         if self.input is None:
-            self.input = x, version(x)
+            self.input = x, None if torch.compiler.is_compiling() or x.is_inference() else x._version
             self.results = dict(zip(self.layers, self.run(x, tuple(self.layers.values()))))
             return self.results.pop(name)
-        if name in self.results and x is self.input[0] and version(x) == self.input[1]:
+        given, version = self.input
+        if name in self.results and x is given and (version is None or x._version == version):
             return self.results.pop(name)
         self.apart = True
         return self.layers[name](x)

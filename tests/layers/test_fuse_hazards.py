@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,6 +287,125 @@ class _Attention(nn.Module):
 class _CallsSuper(_Attention):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
+
+
+class _Counts(_Attention):
+    """Its forward changes what it reads afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self._scale = 0, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.count()
+        return self.core(x) * self.calls
+
+    def count(self) -> None:
+        self.calls += 1
+
+    def core(self, x: torch.Tensor) -> torch.Tensor:
+        return self.k_proj(x) + self.q_proj(x) * self.v_proj(x)
+
+
+class _ByAProperty(_Counts):
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._scale = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.scale = self._scale + 1
+        return self.core(x) * self._scale * self.scale
+
+
+class _BySuper(_Counts):
+    def count(self) -> None:
+        super().count()
+
+
+class _ByItself(_Counts):
+    def count(self) -> None:
+        vars(self)["calls"] += 1
+
+
+class _ByAChild(_Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Identity()
+
+    def count(self) -> None:
+        whole = self
+        self.child.forward = lambda x: setattr(whole, "calls", whole.calls + 1)
+        self.child(None)
+
+
+class _KeepsAMethod(_Counts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if not hasattr(self, "kept"):
+            self.kept = self.core
+        self.count()
+        return self.kept(x) * self.calls
+
+
+class _HasAMethod(_Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = MethodType(_ByAProperty.core, self)  # type: ignore[method-assign]
+
+
+class _HidesAChild(_Counts):
+    extra: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Tanh()
+
+    def core(self, x: torch.Tensor) -> torch.Tensor:
+        y = _Counts.core(self, x)
+        return y if self.extra is None else torch.tanh(y)
+
+
+class _HidesAnAttribute(_Counts):
+    gain = property(lambda self: 7.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["gain"] = 1.0
+
+    def core(self, x: torch.Tensor) -> torch.Tensor:
+        return _Counts.core(self, x) * self.gain  # type: ignore[operator]
+
+
+class _Deletes(_Counts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.count()
+        self.late = self.calls
+        y = self.core(x) * self.late
+        vars(self).pop("late")
+        return y if not hasattr(self, "late") else y * 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(_Counts, _ByAProperty, _BySuper, _ByItself, _ByAChild, _KeepsAMethod, _HasAMethod, _HidesAChild),
+        *(_HidesAnAttribute, _Deletes),
+    ],
+)
+def test_attributes_that_change_in_a_call_are_read_as_they_are(kind: type[_Counts]):
+    """As often as it is called, and whoever changes them."""
+    stock, x = kind(), torch.randn(2, 3, 8)
+    module: Any = fuse(kind())
+    module.load_state_dict(stock.state_dict())
+    assert isinstance(module, Fused)
+    with stats(module) as ran:
+        for _ in range(3):
+            torch.testing.assert_close(module(x), stock(x))
+    assert module.calls == stock.calls
+    assert ran.total_of("linear_act") == (1 if kind is _KeepsAMethod else 3)
 
 
 def test_projections_of_other_inputs_run_alone():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 from shardfuse.bench.harness.gate import join_layers
 from shardfuse.kernels.dev import accuracy
@@ -289,6 +290,30 @@ def test_sizes_that_do_not_divide_are_refused(build: Any, message: str):
 def test_what_cannot_work_is_refused(build: Any, message: str):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parametrised_weight_or_bias_is_read(name: str):
+    class Negated(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return -x
+
+    x = torch.randn(2, 3, 8)
+    layers: list[Any] = [
+        ColumnParallelLinear(8, 4),
+        RowParallelLinear(8, 4),
+        ParallelMLP(8, 16),
+        ParallelAttention(8, 2),
+    ]
+    for layer in layers:
+        before = layer(x)
+        linear = getattr(layer, "q_proj", getattr(layer, "c_proj", layer))
+        parametrize.register_parametrization(linear, name, Negated())
+        changed = layer(x)
+        assert not torch.equal(changed, before)
+        with torch.no_grad():
+            getattr(linear.parametrizations, name).original.neg_()
+        torch.testing.assert_close(layer(x), before)
 
 
 def test_a_fresh_linear_starts_as_nn_linear_does():

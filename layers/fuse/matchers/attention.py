@@ -29,7 +29,7 @@ from ..ranks import split_attention
 from ..ranks.heads import heads_of, numbered, part_of_heads
 from ..spelled_out.eager_attention import attending
 from ..swap import Fused, Match, on_first, unlike
-from ..view import Shared, Stand, View, names_in, with_global
+from ..view import LiveView, Shared, Stand, View, names_in, with_global
 from . import rotary
 
 # The projections of queries, keys and values, by their names in transformers' models. Each call checks whether they get
@@ -69,7 +69,7 @@ class FusedAttention(Fused):
             return self.stock_forward(*args, **kwargs)
         if match.sequence is None and not (match.sizes or match.split or match.given_to_heads):  # whole, in one process
             shared = self._shared(match.names, _project)
-            result = match.forward(View(self, shared.stands()), *args, **kwargs)
+            result = match.forward(LiveView.of(self, shared.stands()), *args, **kwargs)
             match.apart = shared.apart  # holds for all later calls
             return result
         return self.on_whole_sequences(partial(self._run_shared, match.names, _project), args, kwargs)

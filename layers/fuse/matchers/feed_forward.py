@@ -16,7 +16,7 @@ from ....parallel.core.mappings import RowExchange
 from ....parallel.core.mesh import Group
 from .. import products
 from ..ranks import shard
-from ..swap import Fused, Match, again, changed, settings_of
+from ..swap import Fused, Match, again, changed, settings_of, unlike
 from ..view import Stand, View, names_in
 from .activations import activation_of
 from .graph import Part, Rewritten, rewrite
@@ -69,11 +69,14 @@ class FusedFeedForward(Fused):
         match, children = self._match, self._modules
         if tuple(children) != match.children:
             return f"its children were {', '.join(match.children)}, and are {', '.join(children)}"
-        for name, settings in match.of_children.items():
-            child = children[name]
-            if child is not None and (why := changed(child, settings)) is not None:
-                return f"in {name}, {why}"
-        return changed(self, match.settings) or super().why_stock()
+        if match.of_children:
+            for name, settings in match.of_children.items():
+                child = children[name]
+                if child is not None and (why := changed(child, settings)) is not None:
+                    return f"in {name}, {why}"
+        if match.settings and (why := changed(self, match.settings)) is not None:
+            return why
+        return unlike(self, match.kinds)
 
 
 class FeedForward:

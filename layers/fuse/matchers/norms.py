@@ -14,6 +14,7 @@ from ....kernels.norm import layer_norm, rms_norm
 from ....parallel.core import mappings
 from ....parallel.core.mesh import SINGLE, Group
 from ....parallel.core.sharding import local_tensor
+from ...module import held
 from ..swap import Fused, Match, again, changed, settings_of
 from ..view import View
 
@@ -25,6 +26,9 @@ class _Norm(Match):
         super().__init__((op,))
         self.op, self.eps, self.offset = op, eps, offset
         self.settings = settings_of(module)
+        self.reads = (
+            ("weight", "bias") if "bias" in module._parameters else ("weight",)
+        )  # a search in vain takes longest
         self.across: Group = SINGLE  # the ranks over which the features are split
 
     def of_copy(self, module: nn.Module, original: nn.Module, memo: dict[int, Any]) -> Match:
@@ -66,8 +70,8 @@ class FusedNorm(Fused):
 
     def _parameters_here(self) -> tuple[Any, ...]:
         """Weight and bias. If ranks have different tokens or heads, backward sums their gradients over the ranks."""
-        both = [getattr(self, "weight", None), getattr(self, "bias", None)]
-        return mappings.copy_all_to(both, self._group(), site="norm")
+        both, group = (*held(self, *self._match.reads), None)[:2], self._group()
+        return both if group is SINGLE else mappings.copy_all_to(both, group, site="norm")
 
     def _group(self) -> Group:
         match = self._match
