@@ -37,8 +37,10 @@ TARGETS = {
     "training step on a CPU, against the stock model": 1 / 1.03,
     "host time of a norm, a feed-forward or attention module, or a decoder layer, against the stock one": 1 / 1.15,
     "host time of rotary positions, against the stock function": 1.0,
+    "host time of an op or module of ours, against the stock call and the launches that it may take longer": 1.0,
+    "host time of an engine's step, against 60 % of the launches that it took before calls were settled": 1.0,
 }
-STEP, MODULE, ROTARY = TARGETS.values()
+STEP, MODULE, ROTARY, OWN, ENGINE = TARGETS.values()
 KINDS = ("llama", "gpt2", "falcon", "opt")
 HOST_KIND = "llama"
 ROUNDS = 40
@@ -94,7 +96,7 @@ def plan(settings: Settings) -> list[Measurement]:
     metric = "forward + backward, us"
     rows = [Measurement(kind, metric, "stock model", STEP, partial(compare_steps, kind, settings)) for kind in KINDS]
     stub = not settings.dry and _STUB.is_dir() and shutil.which("gcc") and dispatch.triton_version()
-    return rows + ([row for call in HOST_CALLS for row in _host_rows(call, settings.seconds)] if stub else [])
+    return rows + (list(_host_rows(settings.seconds)) if stub else [])
 
 
 HOST_CALLS = tuple(
@@ -102,18 +104,34 @@ HOST_CALLS = tuple(
     for part in ("norm", "mlp", "rotary positions", "attention", "decoder layer")
     for way in ("without gradients", "forward", "forward + backward")
 )
+LONGER = {"linear_act, without gradients": 8, "linear_act, forward": 14, "ParallelMLP, forward": 20}  # launches
+STEPS = {
+    "eager step of ParallelTransformer, per layer": 200,
+    "eager step of a fused Llama, per layer": 248,
+    "replayed step": 53,
+}
 
 
-def _host_rows(call: str, seconds: float) -> Iterator[Measurement]:
-    """Against the stock module, and against one launch: so many of them take as long, on any machine."""
+def _host_rows(seconds: float) -> Iterator[Measurement]:
+    """Against the stock call, and against one launch: so many of them take as long, on any machine."""
 
-    def run(peer: str) -> tuple[Timing, Timing]:
+    def run(call: str, launches: int, stock: bool) -> tuple[Timing, Timing]:
         found = _host_times(seconds)[call]
-        return Timing(*found["ours"]), Timing(*found[peer])
+        bare, noise = found["bare"]
+        value, noise = found["stock"] if stock else (0.0, noise)
+        return Timing(*found["ours"]), Timing(value + launches * bare, noise)
 
-    target = ROTARY if call.startswith("rotary") else MODULE
-    yield Measurement(HOST_KIND, f"{_HOST}: {call}", "stock module", target, partial(run, "stock"))
-    yield Measurement(HOST_KIND, f"{_HOST}: {call}", "one bare launch", None, partial(run, "bare"))
+    def row(call: str, peer: str, target: float | None, launches: int = 0, stock: bool = False) -> Measurement:
+        return Measurement(HOST_KIND, f"{_HOST}: {call}", peer, target, partial(run, call, launches, stock))
+
+    for call in HOST_CALLS:
+        yield row(call, "stock module", ROTARY if call.startswith("rotary") else MODULE, stock=True)
+    for call, launches in LONGER.items():
+        yield row(call, f"stock call and {launches} bare launches", OWN, launches, stock=True)
+    for call, launches in STEPS.items():
+        yield row(call, f"{launches} bare launches", ENGINE, launches)
+    for call in (*HOST_CALLS, *LONGER, *STEPS):
+        yield row(call, "one bare launch", None, 1)
 
 
 @cache

@@ -1,4 +1,6 @@
-"""Calls of Llama's modules on one token, fused and stock: so small that only the host's part of a GPU's work counts."""
+"""Calls of Llama's modules on one token, fused and stock, and of our own: so small that only the host's part of a GPU's
+work counts.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from foreign import foreign
 from torch import nn
 
+from shardfuse import ParallelMLP
+from shardfuse.kernels.linear import linear_act
 from shardfuse.layers.fuse import fuse
 from shardfuse.layers.fuse.matchers import rotary
 
@@ -41,6 +46,22 @@ def calls() -> Iterator[tuple[str, Call, Call]]:
     assert rotate is not None
     rotations = [_ways(lambda q, f=f: f(q, k, *tables), [], q, {}) for f in (rotate, apply_rotary_pos_emb)]
     yield from ((f"rotary positions, {way}", rotations[0][way], rotations[1][way]) for way in rotations[0])
+    yield from _own(x)
+
+
+def _own(x: torch.Tensor) -> Iterator[tuple[str, Call, Call]]:
+    """The op, and the module in one process, against torch's functions and modules."""
+    weight, bias = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+    sides: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: linear_act(x, weight, bias, activation="gelu_tanh"),
+        lambda x: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
+    ]
+    ours, stock = (_ways(side, [weight, bias], x, {}) for side in sides)
+    yield from ((f"linear_act, {way}", ours[way], stock[way]) for way in ("without gradients", "forward"))
+    mlp = ParallelMLP(WIDTH, 2 * WIDTH)
+    plain = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU("tanh"), nn.Linear(2 * WIDTH, WIDTH))
+    ours, stock = (_ways(module, list(module.parameters()), x, {}) for module in (mlp, plain))
+    yield "ParallelMLP, forward", ours["forward"], stock["forward"]
 
 
 def _ways(

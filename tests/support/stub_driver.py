@@ -12,7 +12,7 @@ The launches are those of the ops' test cases, forward and backward: drawn twice
 other numbers. ``--few`` runs one case of each op, for a Triton that compiles a launcher for every signature.
 ``--fault`` seeds a fault in what ``device.Prepared`` remembers, or leaves something out of what the plan of a matrix
 product is looked up by. It also counts the calls that our Python makes in one call of an op or layer that was called
-before.
+before, and in a step of an engine.
 
 ``--compiled`` launches the builds for sm_90 instead, each op's first as Triton compiles it or finds it in its cache,
 and compares the key of each in the cache with the one that compiling ahead of time gives it.
@@ -74,6 +74,9 @@ from shardfuse.kernels.norm import rms_norm  # noqa: E402
 from shardfuse.kernels.runtime import device, dispatch, fences, signals, tuning  # noqa: E402
 from shardfuse.kernels.runtime.dtypes import NAMES  # noqa: E402
 from shardfuse.layers.fuse import fuse  # noqa: E402
+
+sys.path.append(str(Path(__file__).parent))
+from engine_steps import steps  # noqa: E402
 
 launches = ctypes.c_int.in_dll(stub, "stub_launches")
 expected = ctypes.c_int.in_dll(stub, "stub_expected")
@@ -197,8 +200,7 @@ def compile_nothing(
 
 
 def time_calls() -> dict[str, Any]:
-    """(us, noise) of each side of each of ``fused_calls``, interleaved."""
-    sys.path.append(str(Path(__file__).parent))
+    """(us, noise) of each side of each of ``fused_calls``, and of each of ``engine_steps``, interleaved."""
     from fused_calls import calls
 
     from shardfuse.bench.harness.timing import compare
@@ -216,6 +218,13 @@ def time_calls() -> dict[str, Any]:
         sides = compare([ours], [stock], torch.device("cpu"), seconds=options.time)
         sides += compare([bare], [bare], torch.device("cpu"), seconds=options.time / 4)[:1]
         found[name] = {side: (time.value, time.noise) for side, time in zip(("ours", "stock", "bare"), sides)}
+    for name, step, layers in steps():
+        for _ in range(20):
+            step()
+        gc.collect()
+        gc.freeze()
+        ours, once = compare([step], [bare], torch.device("cpu"), seconds=options.time)
+        found[name] = {"ours": (ours.value / layers, ours.noise), "bare": (once.value, once.noise)}
     return found
 
 
@@ -452,14 +461,20 @@ for rows in (x, torch.randn(48, 32).t(), torch.randn(32, 64)[:, :48], torch.rand
     schemas.act_grad(rows, x, "silu")
     schemas.act_grad(rows[:8], x[:8], "silu")
 
+now = "a step of an engine"
+dispatch._AUTO = "triton"
+for _, step, _ in itertools.islice(steps(), 2):
+    for _ in range(4):
+        step()
+
 device.Prepared.launch = prepared  # type: ignore[method-assign]
+tuning.forget()
 x, mlp = torch.randn(32, 48), ParallelMLP(48, 64, impl="triton")
 leaf, weight, bias = (torch.randn(*sizes, requires_grad=True) for sizes in ((32, 48), (64, 48), (64,)))
 ours: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "linear_act": lambda x: linear_act(x, weight, bias, activation="gelu_tanh", impl="triton"),
     "mlp": mlp,
 }
-dispatch._AUTO = "triton"
 stock = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.GELU(), torch.nn.Linear(64, 48))
 ours |= {"fused norm": fuse(torch.nn.LayerNorm(48)), "fused mlp": fuse(stock)}
 calls = {}
@@ -467,5 +482,6 @@ for name, call in ours.items():
     calls[name] = calls_in(torch.no_grad()(lambda call=call: call(x)))
     calls[f"{name}, forward"] = calls_in(lambda call=call: call(leaf))
     calls[f"{name}, forward + backward"] = calls_in(lambda call=call: call(leaf).sum().backward())
+calls |= {name.partition(",")[0]: calls_in(step) for name, step, _ in itertools.islice(steps(), 2)}
 said = {"triton": triton.__version__, "counts": counts, "faults": faults, "ops": list(registry.ops()), "calls": calls}
 print(json.dumps(said | {"seconds": round(time.monotonic() - begun, 1)}))
