@@ -24,8 +24,12 @@ _WHOLE: dict[str, Function] = {
 
 
 def _angles(table: torch.Tensor, layout: str) -> torch.Tensor:
-    """As :func:`apply_rope` takes them."""
-    return (table[..., ::2] if layout == "pairs" else table).float()
+    """As :func:`apply_rope` takes them: each once, in fp32."""
+    if layout == "halves":
+        table = table.narrow(-1, 0, table.shape[-1] // 2)
+    elif layout == "pairs":
+        table = table[..., ::2]
+    return table.float()
 
 
 def _rotation(function: Function, layout: str, interleaved: bool, impl: str = "auto") -> Function:
@@ -36,8 +40,8 @@ def _rotation(function: Function, layout: str, interleaved: bool, impl: str = "a
         rotated = cos.shape[-1] * (2 if layout == "once" else 1)
         if rotated % 2 or rotated > q.shape[-1]:
             return function(q, k, cos, sin, unsqueeze_dim)
-        twice = layout == "halves"
-        if cos.dtype is not torch.float32 or layout == "pairs":
+        twice = layout == "halves" and cos.dtype is sin.dtype is torch.float32
+        if not twice:
             cos, sin = _angles(cos, layout), _angles(sin, layout)
         return apply_rope(  # type: ignore[return-value]
             q, k, cos, sin, interleaved=interleaved, heads_first=unsqueeze_dim == 1, twice=twice, impl=impl
