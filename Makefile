@@ -277,6 +277,22 @@ test-transformers: $(TRANSFORMERS:%=.side/transformers-%/.installed)  ## its gen
 	  $$python -m pytest -q tests/integrations/test_transformers.py; \
 	  $$python tests/integrations/lane_transformers.py --models .side/models $(ARGS); done
 
+# The tests that transformers' source distribution has, and what they need.
+MODEL_TESTS := .side/transformers-tests
+
+$(MODEL_TESTS)/.installed: pyproject.toml | $(INSTALLED)
+	@rm -rf $(MODEL_TESTS); mkdir -p $(MODEL_TESTS)/source
+	@$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation --no-binary transformers -d $(MODEL_TESTS) \
+	  "transformers==$$($(BIN)/python -c 'import transformers; print(transformers.__version__)')"
+	@$(BIN)/python -m tarfile -e $(MODEL_TESTS)/*.tar.gz $(MODEL_TESTS)/source
+	@mv $(MODEL_TESTS)/source/*/tests $(MODEL_TESTS)/tests; rm -r $(MODEL_TESTS)/source $(MODEL_TESTS)/*.tar.gz
+	@$(BIN)/python -m pip install --quiet --no-deps --target $(MODEL_TESTS)/lib parameterized==0.9.0
+	@touch $@
+
+.PHONY: test-models
+test-models: $(MODEL_TESTS)/.installed  ## transformers' own tests of twelve architectures, stock and fused (ARGS='--only bert')
+	@$(BIN)/python tests/integrations/lane_models.py $(MODEL_TESTS) $(ARGS)
+
 # Over the packages of .venv: kernels, and a transformers that takes this version of it.
 HUB := .side/kernels-0.17.2
 

@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import Progress
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...kernels.dev.accuracy import Verdict, judge
+from .finding import named
 from .matchers.head import Head
+from .probing import Foreign, foreign
 from .swap import become
 
 # Some gradients consist of rounding errors alone: a key bias, for example, shifts all scores of a query equally. A
@@ -26,10 +31,22 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
     ``batch`` runs through the stock ``model`` in evaluation mode. Beside each module of ``found`` this function runs
     its fused version and, for the budget, an fp64 copy of the module, forward and backward. Each gets its own copy of
     the arguments, since a cache among them is written to. The head is left out: its fused version differs in training
-    only, and takes the whole model.
+    only, and takes the whole model. A terminal sees how many modules are compared.
+
+    Raises ValueError for a model or a batch without values, for a batch that runs none of the modules, and where a
+    fused version fails.
     """
+    held = [*model.parameters(), *model.buffers(), *(x for x in tree_flatten(batch)[0] if isinstance(x, torch.Tensor))]
+    if any(x.is_meta or isinstance(x, FakeTensor) for x in held):
+        raise ValueError(
+            "fuse: check: the model or the batch has no values (it is on the meta device, or fake): load the weights "
+            "first, and pass a batch on their device; without check a model on the meta device fuses as it is"
+        )
     verdicts: list[Verdict] = []
+    ran: set[nn.Module] = set()
     names = {module: path for path, module in model.named_modules()}
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     given: dict[nn.Module, Any] = {}
     hooks: dict[nn.Module, list[Any]] = {}
     chosen = [module for module, each in found.items() if not isinstance(each[1], Head)]
@@ -44,12 +61,21 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
         oracle = _without_hooks(copy.deepcopy(module)).double()
         inside = [child for child in module.modules() if child in hooks]
         _unhook(hooks, inside)  # a fused module calls children that have hooks
-        results = [_with_grads(each, *arguments) for each, arguments in ((ours, ours_given), (module, stock_given))]
         try:
-            results.append(_with_grads(oracle, *_double(wide_given)))
-            wide = not any(_lost(*pair) for pair in zip(results[1][0], results[2][0]))
-        except Exception:
-            wide = False
+            results = [_with_grads(ours, *ours_given)]
+        except Exception as error:
+            raise ValueError(
+                f"fuse: check: {names[module] or type(module).__name__}, fused by {named(found[module][1])}, raises "
+                f"{type(error).__name__}: {error}; nothing was changed"
+            ) from error
+        results.append(_with_grads(module, *stock_given))
+        exact_given = _double(wide_given)
+        try:
+            with foreign("in fp64 its forward or backward"):
+                results.append(_with_grads(oracle, *exact_given))
+        except Foreign:
+            pass
+        wide = len(results) == 3 and not any(_lost(*pair) for pair in zip(results[1][0], results[2][0]))
         if not wide:  # some modules cannot compute in fp64: the stock result then counts as exact
             outs, grads = results[1]
             results[2:] = [([x.double() for x in outs], [x.double() for x in grads])]
@@ -67,7 +93,10 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
             got, stock, exact = (x.masked_fill(missing, 0.0) for x in (got, stock, exact))
             if got.dtype == torch.float64:  # many stock norms and rotations compute in fp32 even then
                 got, stock = got.float(), stock.float()
-            verdicts.append(judge(names[module] or type(module).__name__, got, stock, exact, terms=terms))
+            name = f"{names[module] or type(module).__name__}, fused by {named(found[module][1])}"
+            verdicts.append(judge(name, got, stock, exact, terms=terms))
+        ran.add(module)
+        bar.advance(task)
 
     def hook(modules: Iterable[nn.Module]) -> None:
         for module in modules:
@@ -77,10 +106,11 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
             ]
 
     hook(chosen)
+    task = bar.add_task("fuse: checking", total=len(chosen))
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), bar:
             if isinstance(batch, Mapping):
                 model(**batch)
             elif isinstance(batch, Sequence):
@@ -91,6 +121,11 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
         _unhook(hooks, list(hooks))
         for module in training:
             module.training = True
+    if chosen and not ran:
+        raise ValueError(
+            f"fuse: check: the batch ran none of the {len(chosen)} modules that would be fused: pass one that reaches "
+            "them"
+        )
     wrong = [verdict for verdict in verdicts if not verdict.ok]  # an error may be NaN
     return max(wrong or verdicts, key=lambda verdict: verdict.error / max(verdict.budget, 1e-300), default=None)
 
@@ -103,10 +138,12 @@ def _with_grads(module: nn.Module, args: Any, kwargs: Any) -> tuple[list[torch.T
     outs = _tensors(module.forward(*args, **kwargs))
     outs = [x * 1 for x in outs]  # reading attention weights computes them
     reached = [x for x in outs if x.requires_grad]
-    drawn = torch.Generator().manual_seed(0)
-    weights = [torch.randn(x.shape, generator=drawn, dtype=torch.float64).to(x.device, x.dtype) for x in reached]
+    drawn = torch.Generator("cpu").manual_seed(0)
+    weights = [
+        torch.randn(x.shape, generator=drawn, dtype=torch.float64, device="cpu").to(x.device, x.dtype) for x in reached
+    ]
     grads = torch.autograd.grad(reached, inputs, weights, allow_unused=True) if reached and inputs else ()
-    return [x.detach() for x in outs], [torch.zeros(1) if grad is None else grad for grad in grads]
+    return [x.detach() for x in outs], [torch.zeros(1, device="cpu") if grad is None else grad for grad in grads]
 
 
 def _lost(stock: torch.Tensor, exact: torch.Tensor) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -11,38 +13,12 @@ from ...kernels.runtime.checks import type_name
 from ...parallel.core.first_calls import agree_on_processors
 from ...parallel.core.mesh import SINGLE, MeshLike, tp_group
 from .check import compare
-from .matchers.attention import Attention, PackedAttention
-from .matchers.feed_forward import FeedForward, SpelledOut
-from .matchers.head import Head
-from .matchers.norms import Norm
+from .finding import MATCHERS, OVER_RANKS, Matcher, find, fusible
 from .ranks.sequence import divide
 from .report import stayed
-from .swap import Fused, Match, become, restore
+from .swap import Fused, become, restore
 
-
-class Matcher(Protocol):
-    """Finds modules of one kind."""
-
-    @property
-    def fused(self) -> type[Fused]:
-        """The class of the fused modules: a subclass of :class:`Fused` with a ``fused_forward``."""
-
-    def match(self, module: nn.Module) -> Match | None:
-        """Return the match in ``module``, or None. The module stays unchanged and may be on the meta device."""
-
-    # A matcher may also have split(module, match, group): it splits a fused module over ranks, or returns the reason
-    # why the module stays whole.
-
-
-MATCHERS: tuple[Matcher, ...] = (FeedForward(), SpelledOut(), Norm(), Attention(), Head())
-
-OVER_RANKS: tuple[Matcher, ...] = (PackedAttention(),)
-
-
-class _Found(NamedTuple):
-    module: nn.Module
-    matcher: Matcher
-    match: Match
+_log = logging.getLogger("shardfuse.fuse")
 
 
 def fuse(
@@ -61,8 +37,12 @@ def fuse(
     too), norms, rotary positions, attention written out in products and a softmax, head and loss. They recognise
     projections of queries, keys and values by name. A module keeps its parameters, their names and its place; only its
     class changes, to one that derives from its stock class. Other models of the same classes do not change. A module
-    that no matcher recognises stays stock; ``explain(model)`` lists both kinds. A second call changes nothing, and
-    :func:`unfuse` undoes the first.
+    that no matcher recognises stays stock; ``explain(model)`` lists both kinds, for a stock model what this function
+    would do. A second call changes nothing, and :func:`unfuse` undoes the first. What was fused is logged, at level
+    INFO of the logger "shardfuse.fuse"; a call that finds nothing warns.
+
+    The matchers try modules out on small CPU tensors. No mode around this call changes what they find: neither a
+    default device or dtype, nor fake tensors, autocast, inference mode, torch.func, torch.compile, ...
 
     Args:
         model: on any device, the meta device included; before or after adapters and DDP, before FSDP2.
@@ -82,24 +62,17 @@ def fuse(
         TypeError: ``model`` is not a module, or ``mesh`` not a mesh.
         ValueError: ``strict`` or ``check`` fails, or ``mesh`` is given for a model that was fused without one. The
             model stays unchanged.
+        RuntimeError: a matcher fails, which is an error of ours or of yours. The model stays unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: model is a {type_name(model)}: expected an nn.Module")
     group = tp_group(mesh)
-    found = []
-    for name, module in model.named_modules():
-        if group.size > 1 and isinstance(module, Fused) and _is_unsplit(module):
-            raise ValueError(f"fuse: {name or 'the model'} was fused without a mesh; unfuse the model first")
-        if (
-            isinstance(module, Fused)
-            or "forward" in module.__dict__
-            or (filter_fn is not None and not filter_fn(module, name))
-        ):
-            continue
-        for matcher in (*matchers, *MATCHERS, *(OVER_RANKS if group.size > 1 else ())):
-            if (match := matcher.match(module)) is not None:
-                found.append(_Found(module, matcher, match))
-                break
+    before = [(path, module) for path, module in model.named_modules() if isinstance(module, Fused)]
+    for path, unsplit in before:
+        if group.size > 1 and _is_unsplit(unsplit):
+            raise ValueError(f"fuse: {path or 'the model'} was fused without a mesh; unfuse the model first")
+    chosen = [(path, module) for path, module in fusible(model) if filter_fn is None or filter_fn(module, path)]
+    found = find(chosen, (*matchers, *MATCHERS, *(OVER_RANKS if group.size > 1 else ())))
     worst = None if check is None else compare(model, {each.module: each for each in found}, check)
     if worst is not None and not worst.ok:
         raise ValueError(
@@ -120,7 +93,24 @@ def fuse(
     if sequence_parallel and group.size > 1:
         divide(model, group)
     agree_on_processors(group)
+    if found:
+        _tell(model, len(found))
+    elif not before:
+        which = "a module that filter_fn lets through" if filter_fn is not None else "a module"
+        warnings.warn(
+            f"fuse: nothing was fused: no matcher knows {which} of this {type(model).__name__}; "
+            "shardfuse.explain(model) says what was looked at",
+            stacklevel=2,
+        )
     return model
+
+
+def _tell(model: nn.Module, fused: int) -> None:
+    """Log how many modules were fused."""
+    if _log.isEnabledFor(logging.INFO):
+        left = len(stayed(model, reasons=False))
+        why = f"; {left} stay stock: sf.explain(model)" if left else ""
+        _log.info("fused %d of %d modules%s", fused, fused + left, why)
 
 
 def _is_unsplit(module: Fused) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from ...kernels.linear import apply_activation, gated_linear, linear_act, linear_act_choice
 from ...kernels.runtime.dispatch import uses_reference
@@ -18,6 +20,7 @@ from ...parallel.core.options import TPOptions
 from ...parallel.core.sharding import local_tensors
 from ...parallel.linear import column_linear, row_linear
 from ...parallel.mlp import fused_mlp, settled_mlp
+from .probing import Foreign, apart, foreign
 from .ranks.split_linear import SplitLinear
 
 Layers = tuple[Any, ...]
@@ -33,7 +36,9 @@ def is_linear(module: nn.Module | None) -> bool:
         return False
     if set(module._parameters) != {"weight", "bias"}:
         return False
-    if not all(p is None or type(p.data) is torch.Tensor for p in module._parameters.values()):  # not quantised
+    if any(is_lazy(param) for param in module._parameters.values() if param is not None):
+        return False
+    if not all(p is None or type(p.data) in _PLAIN for p in module._parameters.values()):  # not quantised
         return False
     kind: Any = type(module)
     if kind is nn.Linear or is_conv1d(module):
@@ -41,9 +46,10 @@ def is_linear(module: nn.Module | None) -> bool:
     code = getattr(kind.forward, "__code__", None)
     if not issubclass(kind, nn.Linear) or code is None or not set(code.co_names) <= _OF_A_LINEAR:
         return False
-    return _computes_linear(module, True) and _computes_linear(module, False)
+    return all(apart(_computes_linear, module, training) for training in (True, False))
 
 
+_PLAIN = (torch.Tensor, FakeTensor)
 _OF_A_LINEAR = {"weight", "bias", "F", "nn", "torch", "functional", "linear", "matmul", "T", "t", "mT"}
 
 
@@ -62,9 +68,13 @@ def _computes_linear(module: nn.Module, training: bool) -> bool:
     stand_in.__dict__["_parameters"] = {"weight": nn.Parameter(weight), "bias": bias}
     stand_in.__dict__ |= {"in_features": 5, "out_features": 3, "training": training}
     try:
-        return torch.allclose(stand_in.forward(x), F.linear(x, weight, bias), 1e-12, 1e-12)
-    except Exception:  # any error of a foreign forward means: not linear
+        with foreign("its forward"):
+            y = stand_in.forward(x)
+    except Foreign:
         return False
+    ours = F.linear(x, weight, bias)
+    alike = isinstance(y, torch.Tensor) and y.shape == ours.shape and y.dtype == ours.dtype
+    return alike and torch.allclose(y, ours, 1e-12, 1e-12)
 
 
 def width_in(layer: Any) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import nn
 
 from . import products
+from .finding import errors_of
+from .probing import apart
 from .swap import Fused
 
 _Convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -30,8 +33,12 @@ def readers(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def stayed(model: nn.Module) -> list[Stayed]:
-    """Every module of ``model`` that owns parameters and runs no fused op."""
+def stayed(model: nn.Module, *, reasons: bool = True) -> list[Stayed]:
+    """Every module of ``model`` that owns parameters and runs no fused op; ``reasons``: with its own code's errors."""
+    return apart(_stayed, model, errors_of if reasons else lambda *_: [])
+
+
+def _stayed(model: nn.Module, errors_of: Callable[[str, nn.Module], list[str]]) -> list[Stayed]:
     read, parents = readers(model), {child: module for module in model.modules() for child in module.children()}
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     found = []
@@ -51,12 +58,17 @@ def stayed(model: nn.Module) -> list[Stayed]:
         elif products.is_linear(module):
             parent = parents.get(module)
             alone = module is outputs or isinstance(parent, Fused) or "attention" in type(parent).__name__.lower()
-            why = "a product by itself: torch's library runs it" if alone else "no activation was found to fuse it with"
+            why = "a product by itself: torch's library runs it"
+            if not alone:
+                raised = errors_of(path.rpartition(".")[0], parent) if parent is not None else []
+                why = "; ".join(
+                    ["no activation was found to fuse it with", *(f"of its parent, {each}" for each in raised)]
+                )
             found.append(Stayed(path, kind, why, alone))
         elif isinstance(module, _Convolution):
             found.append(Stayed(path, kind, "a convolution", True))
         elif any(param is not None and param.dim() > 2 for param in module._parameters.values()):
             found.append(Stayed(path, kind, "experts, or other parameters of three dimensions", False))
         else:
-            found.append(Stayed(path, kind, "no matcher knows it", False))
+            found.append(Stayed(path, kind, "; ".join(["no matcher knows it", *errors_of(path, module)]), False))
     return found

@@ -29,6 +29,7 @@ from ...parallel.core import mappings
 from ...parallel.core.mesh import SINGLE, Group
 from ...parallel.core.sharding import local_tensors, part_of, placed_by, spec_of
 from ..module import ShardedModule
+from .probing import apart
 
 
 class Match:
@@ -96,6 +97,12 @@ class Fused(nn.Module):
         args, kwargs = tuple(map(gather, args)), {name: gather(value) for name, value in kwargs.items()}
         split = partial(mappings.split_to, group=sequence.group, dim=1, site="stock.out")
         return on_result(run(*args, **kwargs), split)
+
+    def extra_repr(self) -> str:
+        """What the stock class says, and what runs."""
+        why = None if self._match is None else self.why_stock()
+        said = "" if self._match is None else f"fused: {', '.join(self._match.ops)}" if why is None else f"stock: {why}"
+        return ", ".join(filter(None, [self._stock.extra_repr(self), said]))
 
     def why_stock(self) -> str | None:
         """The reason why the stock forward runs although the module is fused, or None. Here: changed children."""
@@ -259,7 +266,7 @@ def _becoming(stock: Any) -> type[Any]:
         matcher = self.__dict__.pop("_matcher")
         self.__class__ = stock
         self.__setstate__(state)
-        match = matcher.match(self)
+        match = apart(matcher.match, self)
         if match is not None:
             become(self, matcher, match)
 

@@ -20,6 +20,8 @@ from .kernels.runtime.checks import type_name
 from .kernels.runtime.onednn import packed_bytes
 from .kernels.runtime.printing import Sheet, figure, prose, text_of, unbroken
 from .layers import block
+from .layers.fuse.finding import preview
+from .layers.fuse.probing import told
 from .layers.fuse.report import readers, stayed
 from .layers.fuse.swap import Fused
 from .layers.fuse.traffic import Traffic, traffic
@@ -84,6 +86,8 @@ class Explanation:
     batch: tuple[int, ...] = ()  # shape of the input whose training forward was counted
     moved: tuple[Moved, ...] = ()  # the last one is the whole model
     not_counted: str = ""  # the reason if counting failed
+    preview: bool = False  # whether the model is stock, and this says what it would be after fuse
+    no_preview: str = ""  # the error that kept a stock model from being looked at
 
     def record(self) -> dict[str, Any]:
         """The explanation as values that JSON can hold."""
@@ -96,6 +100,10 @@ class Explanation:
             f"{self.parameters:,} parameters, {self.parameters_per_rank:,} per rank"
             + (f", {self.packed / 1e6:,.1f} MB of weights packed for inference beside them" if self.packed else "")
         )
+        if self.preview:
+            head += "; not fused yet: this is what it would be after fuse(model)"
+        elif self.no_preview:
+            head += f"; what fuse(model) would do is not known: {self.no_preview}"
         shown: list[RenderableType] = [Text(head), "", self._modules(reasons)]
         if any(row.collectives for row in self.rows):
             shown += ["", self._across(reasons)]
@@ -178,9 +186,10 @@ def explain(
     rank. The overlap of collectives with products, and the symmetric memory for it, depend on the number of tokens:
     pass an input to see them. If the model runs under autocast, call ``explain`` under autocast, which decides the
     dtype. A collective that several layers share is listed at the first of them. Modules of other packages are listed
-    if they own parameters. In a fused model the table also says why they stayed stock.
+    if they own parameters. In a fused model the table also says why they stayed stock. A stock model in which ``fuse``
+    would find something is explained as it would be after ``fuse(model)``, and stays as it is.
 
-    For a fused model, pass an input or ``batch``, the shape of its token ids, such as (4, 2048). A second table then
+    For such a model, pass an input or ``batch``, the shape of its token ids, such as (4, 2048). A second table then
     shows for each fused module, before and after ``fuse``, the bytes that it keeps for backward, the number of its ops
     and the bytes that these move. They are counted on fake tensors, for the ops of the requested device, which this
     machine need not have.
@@ -191,6 +200,9 @@ def explain(
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain: model is a {type_name(model)}: expected an nn.Module, such as load_hf(folder)")
     given = _given(x, batch)
+    ours = any(isinstance(module, (Fused, ShardedModule)) for module in model.modules())
+    fused, failed = (None, "") if ours else _previewed(model)
+    model = model if fused is None else fused
     device, tokens = _device(model, x), _tokens(model, x)
     alike: dict[Row, list[tuple[int, ...]]] = {}
     for row, numbers in _rows(model, device, tokens):
@@ -205,8 +217,18 @@ def explain(
         rows=tuple(rows),
         packed=sum(packed_bytes(unwrap([param])[0][0]) for param in model.parameters()),
         memory="\n".join(reserve.budgets(model, tokens, device)) if tokens else "",
+        preview=fused is not None,
+        no_preview=failed,
         **({} if given is None else _counted(model, device, given)),
     )
+
+
+def _previewed(model: nn.Module) -> tuple[nn.Module | None, str]:
+    """A fused twin of a stock model, or None; and the error if making it failed."""
+    try:
+        return preview(model), ""
+    except Exception as error:  # of a foreign class that cannot be copied, or of a matcher
+        return None, told(error)
 
 
 def _given(x: Any, batch: Any) -> torch.Tensor | None:

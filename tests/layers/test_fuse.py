@@ -335,6 +335,7 @@ class Twisted(nn.Module):
         return self.down_proj(F.leaky_relu(gate))
 
 
+@pytest.mark.filterwarnings("ignore:fuse. nothing was fused")
 @pytest.mark.parametrize("kind", ["tanh", "read twice", "other input", "leaky"])
 def test_what_only_looks_alike_computes_what_it_did(kind: str):
     model, x = Twisted(kind), torch.randn(3, 8)
@@ -401,7 +402,7 @@ class _MatchesNormed:
 def test_a_matcher_may_read_a_child_that_is_fused_itself():
     model, x = nn.Sequential(Normed()), torch.randn(3, 8)
     expected = model(x)
-    with pytest.raises(ValueError, match=r"fuse: 0: error .* > budget"):
+    with pytest.raises(ValueError, match=r"fuse: 0, fused by .*_MatchesNormed: error .* > budget"):
         fuse(model, matchers=[_MatchesNormed()], check=x)
     fuse(model, matchers=[_MatchesNormed()])
     assert isinstance(model[0].norm, Fused)
@@ -412,6 +413,7 @@ def test_a_matcher_may_read_a_child_that_is_fused_itself():
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.filterwarnings("ignore:fuse. nothing was fused")
 def test_a_forward_of_its_own_keeps_a_module_stock():
     model = Gated()
     stock = model.forward
@@ -444,7 +446,7 @@ def test_the_page_of_models_is_what_was_found():
 def test_own_matchers_and_the_check():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Identity()), torch.randn(3, 8)
     expected = model(x)
-    with pytest.raises(ValueError, match=r"fuse: 1: error .* > budget .*; nothing was changed"):
+    with pytest.raises(ValueError, match=r"fuse: 1, fused by .*: error .* > budget .*; nothing was changed"):
         fuse(model, matchers=[_MatchesIdentity()], check=x)
     assert torch.equal(model(x), expected)
     fuse(model, matchers=[_MatchesIdentity()])

@@ -347,6 +347,7 @@ def test_what_computes_something_else_stays_stock(kind: type[Plain]):
     assert "is done with its scores" in _reason(ours)
 
 
+@pytest.mark.filterwarnings("ignore:fuse. nothing was fused")
 @pytest.mark.parametrize("kind", [Detached, AsksForTheType])
 def test_what_scores_cannot_stand_for_is_not_matched(kind: type[Plain]):
     assert not isinstance(_compare(kind, Counter(softmax=1)), Fused)

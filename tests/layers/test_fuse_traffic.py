@@ -135,7 +135,7 @@ def test_what_cannot_be_counted_says_why():
     assert experts.moved == ()
     assert "cannot be counted on fake tensors: " in experts.not_counted
     assert experts.not_counted in " ".join(str(experts).split())
-    assert explain(foreign("llama"), torch.ones(1, 4, dtype=torch.long)).batch == ()  # nothing is fused
+    assert explain(nn.Conv1d(1, 1, 1), torch.ones(1, 1, 4)).batch == ()  # nothing would be fused
     sharded = fuse(foreign("llama"))
     sharded.lm_head.weight = nn.Parameter(sharded.lm_head.weight.data.as_subclass(_OfItsOwn))
     assert "lm_head.weight is a _OfItsOwn: ask before" in explain(sharded, batch=(1, 4)).not_counted

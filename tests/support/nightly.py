@@ -120,7 +120,10 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make test-finetuned", 400),
         Part("make test-formats", 20),
     ),
-    (Part("make gpu-rehearse", 210),),
+    (
+        Part("make gpu-rehearse", 210),
+        Part("make test-models", 210),
+    ),
     (Part("make codegen-all TARGETS='sm_80'", 400),),
     (Part("make codegen-all TARGETS='gfx942'", 400),),
     (Part("make codegen-all TARGETS='sm_86'", 400),),

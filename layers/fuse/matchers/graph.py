@@ -18,6 +18,7 @@ import linecache
 import operator
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ import torch
 from torch import fx, nn
 
 from .. import products
+from ..probing import Foreign, foreign
 from .activations import activation_of
 
 Forward = Callable[..., Any]
@@ -53,9 +55,26 @@ class Rewritten:
 
 
 class _Opaque(fx.Tracer):
-    """Treats each child as one opaque call."""
+    """Treats each child as one opaque call.
+
+    While it traces, torch.fx has the calls and attributes of all modules pass here, those of other threads as well.
+    """
 
     proxy_buffer_attributes = True  # keeps Python from reading their values
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -77,8 +96,9 @@ def rewrite(module: nn.Module, training: bool) -> Rewritten | None:
     if code.asks_too_much():
         return None
     try:
-        graph = _Opaque().trace(stand_in)
-    except Exception:  # a forward that depends on values, shapes or types
+        with foreign("its forward, traced,"):  # it may depend on values, shapes or types
+            graph = _Opaque().trace(stand_in)
+    except Foreign:
         return None
     if not _is_pure(graph, module):
         return None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,6 +18,7 @@ from ....parallel.core import mappings
 from ....parallel.core.mesh import SINGLE, Group
 from ....parallel.core.sharding import local_tensor
 from ...module import held
+from ..probing import Foreign, foreign
 from ..swap import Fused, Match, again, changed, settings_of
 from ..view import View
 
@@ -104,24 +108,33 @@ class Norm:
         stand_in = copy.copy(module)
         stand_in.__dict__["_parameters"] = {name: p if p is None else nn.Parameter(p) for name, p in params.items()}
         try:
-            theirs = [_with_grads(stand_in.forward, x) for x in xs]
-        except Exception:  # any error of a foreign forward means: not one of our norms
+            theirs = [_with_grads(stand_in.forward, x, foreign) for x in xs]
+        except Foreign:
+            return None
+        if not all(theirs):
             return None
         for op, eps, offset in _candidates(module):
             norm = partial(_norm, op=op, params=params, eps=eps, offset=offset)
-            ours = [_with_grads(norm, x) for x in xs]
+            ours = [_with_grads(norm, x, contextlib.nullcontext) for x in xs]
             if all(_close(mine, yours) for mine, yours in zip(ours, theirs)):
                 return _Norm(module, op, eps, offset)
         return None
 
 
-def _with_grads(function: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """The result and the gradient of x; the gradient shows whether statistics are computed or constant."""
+@torch.enable_grad()
+def _with_grads(
+    function: Any, x: torch.Tensor, whose: Callable[[str], AbstractContextManager[Any]]
+) -> list[torch.Tensor]:
+    """The result and the gradient of x, which shows whether statistics are computed or constant; [] without these."""
     x = x.clone().requires_grad_()
-    with torch.enable_grad():
+    with whose("its forward"):
         y = function(x)
-        weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
-        return [y.detach(), torch.autograd.grad((y.double() * weights).sum(), x)[0]]
+    if not isinstance(y, torch.Tensor) or not y.requires_grad or y.is_complex() or y.layout is not torch.strided:
+        return []
+    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
+    with whose("its backward"):
+        (grad,) = torch.autograd.grad((y.double() * weights).sum(), x, allow_unused=True)
+    return [] if grad is None else [y.detach(), grad]
 
 
 def _close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
@@ -146,7 +159,7 @@ def _width(module: nn.Module) -> int | None:
     if not shapes:  # without parameters any width will do
         return 16 if any(_is_eps(value) for value in vars(module).values()) else None
     shape = shapes.pop()
-    return shape[0] if len(shape) == 1 else None
+    return shape[0] if len(shape) == 1 and shape[0] else None
 
 
 def _candidates(module: nn.Module) -> list[_Candidate]:

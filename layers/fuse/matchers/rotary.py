@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ....kernels.rope import apply_rope
+from ..probing import Foreign, foreign
 
 NAME = "apply_rotary_pos_emb"  # the name in every model of transformers
 
@@ -84,8 +85,12 @@ def ours(function: Any) -> Function | None:
 
 def _agree(theirs: Function, ours: Function, *args: torch.Tensor) -> bool:
     try:
-        results = [result if isinstance(result, tuple) else (result,) for result in (theirs(*args), ours(*args))]
-        # Some functions compute in fp32 for any input.
-        return all(torch.allclose(a.double(), b.double(), 1e-5, 1e-5) for a, b in zip(*results, strict=True))
-    except Exception:  # its arguments or results differ
+        with foreign(f"its {NAME}"):
+            found = theirs(*args)
+    except Foreign:
         return False
+    results = [result if isinstance(result, tuple) else (result,) for result in (found, ours(*args))]
+    if len(results[0]) != len(results[1]) or not all(isinstance(each, torch.Tensor) for each in results[0]):
+        return False
+    # Some functions compute in fp32 for any input.
+    return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-5, 1e-5) for a, b in zip(*results))

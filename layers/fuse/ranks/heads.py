@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import products
 from ..matchers import rotary
+from ..probing import Foreign, foreign
 from ..spelled_out.eager_attention import attending
 from ..view import Stand, View, with_globals
 
@@ -113,13 +114,14 @@ def heads_of(
     forward = spelled_out or with_globals(forward, {"ALL_ATTENTION_FUNCTIONS": run, rotary.NAME: rotary.none})
     stands.setdefault("_match", SimpleNamespace())
     width = next(products.width_in(module._modules[name]) for name in features)
+    view = View(module, {**stands, "training": False})
+    given = _arguments(module, width, next((getattr(view, n) for n in HEADS if hasattr(view, n)), 1))
     try:
-        with run:
-            view = View(module, {**stands, "training": False})
-            forward(view, *_arguments(module, width, next((getattr(view, n) for n in HEADS if hasattr(view, n)), 1)))
+        with run, foreign("on stand-ins for its projections its forward", _Done):
+            forward(view, *given)
     except _Done:
         pass
-    except Exception:  # any error of the foreign forward
+    except Foreign:
         return None
     return run.found()
 
@@ -162,6 +164,8 @@ class _Run(TorchFunctionMode):
         return x
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if any(not isinstance(x, torch.Tensor) or x.dim() != 4 for x in (q, k, v)):
+            raise _Done
         self.qkv = q, k, v
         heads, width = q.shape[1], v.shape[-1]
         return _numbers(torch.arange(heads * width)).unflatten(-1, (heads, width))
@@ -171,12 +175,15 @@ class _Run(TorchFunctionMode):
             return None
         name, result = self.behind
         heads = self.qkv[0].shape[1]
-        try:
-            q, k, v = (_read(x.repeat_interleave(heads // x.shape[1], 1)[0].transpose(0, 1)) for x in self.qkv)
-            normed = {name: _read(x[0]) for name, x in self.normed.items()}
-            order = _read(result[0])
-        except (RuntimeError, ValueError, IndexError, OverflowError):  # not feature numbers
+        if any(x.shape[0] != 1 or x.shape[2] != 2 or not x.shape[1] or heads % x.shape[1] for x in self.qkv):
             return None
+        if any(x.dim() != 3 or x.shape[:2] != (1, 2) for x in (result, *self.normed.values())):
+            return None
+        if not all(x.is_floating_point() for x in (*self.qkv, result, *self.normed.values())):  # not feature numbers
+            return None
+        q, k, v = (_read(x.repeat_interleave(heads // x.shape[1], 1)[0].transpose(0, 1)) for x in self.qkv)
+        normed = {name: _read(x[0]) for name, x in self.normed.items()}
+        order = _read(result[0])
         return Heads(q, k, v, tuple(self.called), name, normed) if order == [*range(result.shape[-1])] else None
 
 

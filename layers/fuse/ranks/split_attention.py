@@ -8,6 +8,7 @@ from typing import Any
 from ....parallel.core.mappings import RowExchange
 from ....parallel.core.mesh import SINGLE, Group
 from ..matchers.norms import FusedNorm
+from ..probing import apart, listening
 from ..view import View, names_in
 from . import shard
 from .heads import HEADS, Heads, given_to_heads, heads_of, numbered
@@ -21,9 +22,9 @@ _WIDTHS = ("hidden_size", "embed_dim", "all_head_size", "inner_dim", "attention_
 def split(module: Any, match: Any, group: Group) -> str | None:
     """Split ``module`` over ``group`` by heads, or return the reason why it stays whole."""
     features = numbered(module)
-    heads = heads_of(module, module._stock.forward, features)
+    heads, told = apart(_whole_heads, module, features)
     if heads is None:
-        return "a trial could not find the features that its heads read"
+        return ": ".join(["a trial could not find the features that its heads read", *told[:1]])
     given = given_to_heads(module._stock.forward)
     if given is None:
         return "it takes arguments that may have a part for each head"
@@ -36,7 +37,8 @@ def split(module: Any, match: Any, group: Group) -> str | None:
         return "some of its features belong to heads of several ranks, or to no head"
     sizes = _sizes(module, heads, group.size)
     for rank in (0, group.size - 1):
-        seen = heads_of(module, module._stock.forward, {**features, **{n: p[rank] for n, p in wanted.items()}}, sizes)
+        of_rank = {**features, **{name: parts[rank] for name, parts in wanted.items()}}
+        seen = apart(heads_of, module, module._stock.forward, of_rank, sizes)
         if seen != heads.of_rank(rank, group.size):
             return "its forward cannot run on a part of its heads"
 
@@ -55,6 +57,12 @@ def split(module: Any, match: Any, group: Group) -> str | None:
     for norm in norms:
         norm._match.group = group if norm._match.across.size == 1 else SINGLE
     return None
+
+
+def _whole_heads(module: Any, features: dict[str, range]) -> tuple[Heads | None, list[str]]:
+    """The heads that the module's forward forms, and the errors of that forward."""
+    with listening() as told:
+        return heads_of(module, module._stock.forward, features), told
 
 
 def _other_layers(match: Any, heads: Heads, features: dict[str, range]) -> str | None:

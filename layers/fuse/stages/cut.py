@@ -19,9 +19,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ..probing import Foreign, foreign
 from ..view import Stand, View
 
 BATCH, LENGTH = 2, 3  # the tokens of a trial
+ON_STAND_INS = "on stand-ins for its modules its forward"
 
 
 class Inner(View):
@@ -62,8 +64,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 class Cut:
     """The parts of ``model``, whose output embeddings are its child ``head``.
 
-    ``packed``: a layer returns a tuple with the hidden states first. Raises :class:`Refused`, or the error that the
-    stock forward raises on stand-ins.
+    ``packed``: a layer returns a tuple with the hidden states first. Raises :class:`Refused`, or :class:`Foreign` if
+    the stock forward fails on stand-ins.
     """
 
     def __init__(self, model: Any, head: str, packed: bool) -> None:
@@ -75,7 +77,8 @@ class Cut:
         self.layers = tuple(model.get_submodule(path))  # including layers that this rank has dropped
         self.packed = packed
         self.takes = next(iter(inspect.signature(self.layers[0].forward).parameters))
-        self.embedding = model.get_input_embeddings().weight.shape[-1]
+        with foreign("its get_input_embeddings"):
+            self.embedding = model.get_input_embeddings().weight.shape[-1]
         for module in self._on_the_way(model):
             if any(param is not None for param in module._parameters.values()):
                 raise Refused(f"its {type(module).__name__} has parameters of its own beside its layers")
@@ -192,8 +195,8 @@ def cut_of(model: Any, head: str) -> Cut:
             whys.append((2, str(why)))
         except Refused as why:
             whys.append((0, str(why)))
-        except Exception as error:  # any error of the foreign forward
-            whys.append((1, f"on stand-ins for its modules its forward raises {type(error).__name__}: {error}"))
+        except Foreign as error:
+            whys.append((1, str(error)))
     raise ValueError(
         f"{type(model).__name__} cannot be cut into pipeline stages: {min(whys)[1]}; spread it with zero=1 to 3, or "
         "over tensor-parallel ranks"
@@ -248,7 +251,8 @@ class _Trial:
             given["inputs_embeds"] = tokens.new_zeros(BATCH, LENGTH, cut.embedding, dtype=param.dtype)
         else:
             given["input_ids"] = tokens
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), torch.enable_grad():
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.enable_grad(), foreign(ON_STAND_INS, Refused):
             out = view(**accepted(model, given))
         self._check(out)
 
@@ -288,8 +292,9 @@ class _Trial:
         if not any(buffer.is_meta for buffer in module.buffers()):
             return module
         twin = copy.deepcopy(module).to_empty(device=self.device)
-        for each in twin.modules():
-            model._init_weights(each)
+        with foreign("its _init_weights"):
+            for each in twin.modules():
+                model._init_weights(each)
         return twin
 
     def _called(self, path: str, *args: Any, **kwargs: Any) -> Any:

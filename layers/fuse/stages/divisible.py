@@ -18,6 +18,7 @@ from ....parallel.documents import Documents
 from ....parallel.pipeline.partition import Part
 from ...embedding import check_tokens
 from ...module import Absent
+from ..probing import apart
 from ..ranks.sequence import FusedLayer
 from ..swap import Fused
 from .cut import Cut, cut_of, layer_list
@@ -177,7 +178,7 @@ class Staged(Fused):
                 "stages have one of them at most; fuse without sequence_parallel"
             )
         if cut is None:
-            cut = self.__dict__["_pipeline_cut"] = cut_of(self, self._match.name)
+            cut = self.__dict__["_pipeline_cut"] = apart(cut_of, self, self._match.name)
         return cut
 
 

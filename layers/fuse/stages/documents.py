@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from ....parallel.documents import Documents
 from ...module import Absent
-from .cut import IN_TRAINING, Inner, Slot, accepted, layer_list
+from ..probing import Foreign, apart, foreign
+from .cut import IN_TRAINING, ON_STAND_INS, Inner, Slot, accepted, layer_list
 
 POSITIONS = ((0, 1, 0, 1), (0, 1, 2, 3))  # of a trial: two documents, and one
 LENGTH = len(POSITIONS[0])
@@ -40,7 +41,7 @@ def check_documents(model: Any, tokens: torch.Tensor, positions: torch.Tensor) -
         return
     known, chosen = model.__dict__.setdefault("_mixes", {}), getattr(model.config, "_attn_implementation", None)
     if chosen not in known:
-        known[chosen] = why_mixed(model)
+        known[chosen] = apart(why_mixed, model)
     if known[chosen] is not None and restart:
         raise ValueError(
             f"positions that restart start documents, and {type(model).__name__} does not keep those of one row apart: "
@@ -65,8 +66,8 @@ def why_mixed(model: Any) -> str | None:
         return f"its layers mix tokens by a {type(mixing).__name__}, which has no mask"
     try:
         given = _trial(model, path, layers, cut)
-    except Exception as error:  # any error of the foreign forward
-        return f"on stand-ins for its modules its forward raises {type(error).__name__}: {error}"
+    except Foreign as error:
+        return str(error)
     if len(given) == len(layers) and all(map(_separates, given)):
         return None
     chosen = getattr(model.config, "_attn_implementation", None)
@@ -108,7 +109,7 @@ def _trial(model: Any, path: str, layers: list[Any], cut: Any) -> list[Any]:
         inner = Inner(module, {"device": device, **IN_TRAINING, **beside, way[depth]: inner})
     inputs = {"inputs_embeds": zeros(embedded), "position_ids": positions, "use_cache": False}
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad(), contextlib.suppress(_Seen):
+    with torch.random.fork_rng(devices), torch.no_grad(), contextlib.suppress(_Seen), foreign(ON_STAND_INS, _Seen):
         inner(**accepted(model, inputs))
     return given
 
