@@ -400,7 +400,7 @@ class _Deletes(_Counts):
     ],
 )
 def test_attributes_that_change_in_a_call_are_read_as_they_are(kind: type[_Counts]):
-    """As often as it is called, and whoever changes them."""
+    """Three calls of each class, in which `forward` changes an attribute by another way."""
     stock, x = kind(), torch.randn(2, 3, 8)
     module: Any = fuse(kind())
     module.load_state_dict(stock.state_dict())

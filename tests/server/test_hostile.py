@@ -67,13 +67,23 @@ def check(hostile: Hostile, seen: Seen, times: int = 1) -> None:
 
 @pytest.mark.parametrize("hostile", BODIES, ids=lambda each: each.name)
 def test_a_hostile_body_costs_others_nothing(meter: Meter, hostile: Hostile) -> None:
-    check(hostile, meter.measure(hostile))
+    check(hostile, _alone(meter, hostile))
+
+
+def _alone(meter: Meter, hostile: Hostile) -> Seen:
+    """With an empty queue, which takes a request of any size: the meter's own may wait in it for a step."""
+    for _ in range(5):
+        seen = meter.measure(hostile)
+        if seen.status != 429:
+            break
+        check(hostile, seen, 2)  # costs nothing either
+    return seen
 
 
 @pytest.mark.nightly(seconds=60)
 def test_more_hostile_bodies_and_three_of_each_at_once(process: Process, meter: Meter) -> None:
     for hostile in MORE:
-        check(hostile, meter.measure(hostile))
+        check(hostile, _alone(meter, hostile))
     held = [_resident(process)]
     for _ in range(2):
         for hostile in BODIES + MORE:
