@@ -15,6 +15,7 @@ from ...parallel.core.mesh import SINGLE, MeshLike, tp_group
 from .check import compare
 from .finding import MATCHERS, OVER_RANKS, Matcher, find, fusible
 from .ranks.sequence import divide
+from .ranks.whole import replicate
 from .report import stayed
 from .swap import Fused, become, restore
 
@@ -92,6 +93,8 @@ def fuse(
             match.group = SINGLE if match.whole else group
     if sequence_parallel and group.size > 1:
         divide(model, group)
+    if group.size > 1:
+        replicate(model, group, {each.path: each for each in stayed(model, reasons=False)})
     agree_on_processors(group)
     if found:
         _tell(model, len(found))

@@ -10,6 +10,7 @@ from torch import nn
 from . import products
 from .finding import errors_of
 from .probing import apart
+from .ranks.whole import FusedWhole
 from .swap import Fused
 
 _Convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -44,7 +45,10 @@ def _stayed(model: nn.Module, errors_of: Callable[[str, nn.Module], list[str]]) 
     found = []
     for path, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, Fused):
+        if isinstance(module, FusedWhole):
+            if module._match.stayed is not None:
+                found.append(module._match.stayed)
+        elif isinstance(module, Fused):
             if (why := module.why_stock()) is not None:
                 found.append(Stayed(path, kind, why, False))
         elif "forward" in module.__dict__:

@@ -27,7 +27,7 @@ from ...kernels.runtime import dispatch
 from ...kernels.runtime.dispatch import Choice
 from ...parallel.core import mappings
 from ...parallel.core.mesh import SINGLE, Group
-from ...parallel.core.sharding import local_tensors, part_of, placed_by, spec_of
+from ...parallel.core.sharding import is_dtensor, local_tensors, part_of, placed_by, spec_of
 from ..module import ShardedModule
 from .probing import apart
 
@@ -46,6 +46,8 @@ class Match:
         self.ranks: Group = SINGLE  # the ranks over which the model is split
         self.lives: Any = None  # the module's class and number of attributes when a LiveView of it was looked into
         self.sequence: Any = None  # the Sequence that divides its tokens among the ranks
+        # In a split model: the ways to the module (an empty one) and the children whose whole parameters it reads.
+        self.reads_whole: tuple[tuple[str, ...], ...] = ()
 
     def of_copy(self, module: nn.Module, original: nn.Module, memo: dict[int, Any]) -> Match:
         """The match for ``module``, a deep copy of this match's module ``original``."""
@@ -73,6 +75,17 @@ class Fused(nn.Module):
         raise NotImplementedError
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        match = self._match
+        if match is None or not match.reads_whole:
+            return self._run_observed(args, kwargs)
+        held = hold_local(self, match.reads_whole)
+        try:
+            return self._run_observed(args, kwargs)
+        finally:
+            for params, name, param in held:
+                params[name] = param
+
+    def _run_observed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stock = self._match is None or self.why_stock() is not None
         run = self.stock_forward if stock else self.fused_forward
         if not observers or torch.compiler.is_compiling():
@@ -148,12 +161,32 @@ class Fused(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle without the match, whose functions and classes have no importable name; unpickling matches again."""
-        if self._match is not None and self._match.group.size > 1:
+        if self._match is not None and (self._match.group.size > 1 or self._match.reads_whole):
             raise TypeError(
-                f"this {type(self).__name__} is split over {self._match.group.size} ranks and cannot be pickled: save "
+                f"this {type(self).__name__} is split over {self._match.ranks.size} ranks and cannot be pickled: save "
                 "full_state_dict(model), and load it into a model that is built and fused anew"
             )
         return _again, (self._stock, self._match.matcher), {k: v for k, v in self.__dict__.items() if k != "_match"}
+
+
+def hold_local(module: nn.Module, ways: tuple[tuple[str, ...], ...]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Put this rank's plain tensors in the place of parameters that are whole on every rank.
+
+    Returns what to put back: for each one the dictionary that holds it, its name and the parameter. A call within
+    another one finds plain tensors and changes nothing.
+    """
+    held = []
+    for way in ways:
+        owner: Any = module
+        for name in way:
+            owner = owner._modules.get(name) if owner is not None else None
+        params = {} if owner is None else owner.__dict__["_parameters"]
+        for name, param in params.items():
+            if is_dtensor(param) and param._spec.is_replicated():
+                held.append((params, name, param))
+    for (params, name, _), local in zip(held, local_tensors(*[param for _, _, param in held])):
+        params[name] = local
+    return held
 
 
 def on_first(args: tuple[Any, ...], kwargs: dict[str, Any], function: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -223,7 +256,7 @@ def unlike(module: nn.Module, kinds: Mapping[str, type]) -> str | None:
             return f"{name} is a {own.__name__}"
         own = child.__dict__  # a module's own search for an attribute takes three times as long
         weight = own["_parameters"].get("weight")
-        if weight is not None and type(weight) not in _PLAIN and not isinstance(child, ShardedModule):
+        if weight is not None and type(weight) not in _PLAIN and not isinstance(child, (ShardedModule, Fused)):
             return f"the weight of {name} is a {type(weight).__name__}"
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             return f"{name} has hooks"
