@@ -15,7 +15,7 @@ from ...parallel.core.mesh import SINGLE, MeshLike, tp_group
 from .check import compare
 from .finding import MATCHERS, OVER_RANKS, Matcher, find, fusible
 from .ranks.sequence import divide
-from .ranks.whole import replicate
+from .ranks.whole import refuse_computed, replicate
 from .report import stayed
 from .swap import Fused, become, restore
 
@@ -61,8 +61,8 @@ def fuse(
 
     Raises:
         TypeError: ``model`` is not a module, or ``mesh`` not a mesh.
-        ValueError: ``strict`` or ``check`` fails, or ``mesh`` is given for a model that was fused without one. The
-            model stays unchanged.
+        ValueError: ``strict`` or ``check`` fails, or ``mesh`` is given for a model that was fused without one, or that
+            torch's pruning or weight norm computes parameters of. The model stays unchanged.
         RuntimeError: a matcher fails, which is an error of ours or of yours. The model stays unchanged.
     """
     if not isinstance(model, nn.Module):
@@ -72,6 +72,8 @@ def fuse(
     for path, unsplit in before:
         if group.size > 1 and _is_unsplit(unsplit):
             raise ValueError(f"fuse: {path or 'the model'} was fused without a mesh; unfuse the model first")
+    if group.size > 1:
+        refuse_computed(model)
     chosen = [(path, module) for path, module in fusible(model) if filter_fn is None or filter_fn(module, path)]
     found = find(chosen, (*matchers, *MATCHERS, *(OVER_RANKS if group.size > 1 else ())))
     worst = None if check is None else compare(model, {each.module: each for each in found}, check)

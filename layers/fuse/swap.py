@@ -30,6 +30,7 @@ from ...parallel.core.mesh import SINGLE, Group
 from ...parallel.core.sharding import is_dtensor, local_tensors, part_of, placed_by, spec_of
 from ..module import ShardedModule
 from .probing import apart
+from .saving import saving
 
 
 class Match:
@@ -60,6 +61,9 @@ class Match:
 observers: list[Callable[[nn.Module], AbstractContextManager[None]]] = []
 
 
+_SPLIT = "fuse split the model"
+
+
 class Fused(nn.Module):
     """The base class of fused modules: their class derives from a subclass of this one, then from the stock class."""
 
@@ -81,6 +85,14 @@ class Fused(nn.Module):
         held = hold_local(self, match.reads_whole)
         try:
             return self._run_observed(args, kwargs)
+        except RuntimeError as error:
+            if "got mixed torch.Tensor and DTensor" not in str(error) or _SPLIT in str(error):
+                raise
+            raise RuntimeError(
+                f"a tensor that this {type(self).__name__} computes with became a DTensor after {_SPLIT} over "
+                f"{match.ranks.size} ranks; do what made it one (pruning, a parametrization with buffers, ...) before "
+                "fuse(model, mesh)"
+            ) from error
         finally:
             for params, name, param in held:
                 params[name] = param
@@ -159,6 +171,15 @@ class Fused(nn.Module):
         twin.__dict__["_match"] = None if self._match is None else self._match.of_copy(twin, self, memo)
         return twin
 
+    def share_memory(self) -> Any:
+        """torch's, which ends the process where a parameter is a DTensor: refused there, with a RuntimeError."""
+        if any(is_dtensor(param) for param in self.parameters()):
+            raise RuntimeError(
+                f"share_memory: the parameters of this {type(self).__name__} are spread over ranks, which are processes "
+                "already; share a stock model, loaded from full_state_dict(model)"
+            )
+        return super().share_memory()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle without the match, whose functions and classes have no importable name; unpickling matches again."""
         if self._match is not None and (self._match.group.size > 1 or self._match.reads_whole):
@@ -180,10 +201,14 @@ def hold_local(module: nn.Module, ways: tuple[tuple[str, ...], ...]) -> list[tup
         owner: Any = module
         for name in way:
             owner = owner._modules.get(name) if owner is not None else None
-        params = {} if owner is None else owner.__dict__["_parameters"]
-        for name, param in params.items():
-            if is_dtensor(param) and param._spec.is_replicated():
-                held.append((params, name, param))
+        if owner is None:
+            continue
+        parametrized = owner._modules.get("parametrizations")  # torch.nn.utils.parametrize computes these from others
+        for each in (owner, *(() if parametrized is None else parametrized.children())):
+            params = each._parameters
+            for name, param in params.items():
+                if is_dtensor(param) and param._spec.is_replicated():
+                    held.append((params, name, param))
     for (params, name, _), local in zip(held, local_tensors(*[param for _, _, param in held])):
         params[name] = local
     return held
@@ -273,8 +298,10 @@ def fused_class(base: Any, stock: Any) -> type[Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
 
-    same = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(stock.__name__, (base, stock), {**same, "_stock": stock, "forward": forward})
+    own = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if hasattr(stock, "save_pretrained"):
+        own["save_pretrained"] = saving(stock.save_pretrained)
+    return type(stock.__name__, (base, stock), {**own, "_stock": stock, "forward": forward})
 
 
 def become(module: nn.Module, matcher: Any, match: Match) -> None:

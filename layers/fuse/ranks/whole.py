@@ -22,8 +22,6 @@ from ...module import ShardedModule
 from ..swap import Fused, Match, become
 
 _PLAIN = (torch.Tensor, FakeTensor)  # the types of a parameter's data, unless a quantiser changed it
-_LISTS = (nn.ParameterList, nn.ParameterDict)
-_CONTAINERS = (*_LISTS, nn.ModuleList, nn.ModuleDict, nn.Sequential)  # with no forward that reads parameters
 
 
 class _Whole(Match):
@@ -52,6 +50,19 @@ class Whole:
         return None
 
 
+def refuse_computed(model: nn.Module) -> None:
+    """Raise ValueError for a module whose parameters a hook of torch.nn.utils computes before its forward."""
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):
+                kind = type(hook).__name__
+                raise ValueError(
+                    f"fuse: a hook of torch's ({kind}) computes a parameter of {path or 'the model'} from others before "
+                    "each call, and would not find them split: make the result the parameter first (prune.remove, "
+                    "remove_weight_norm, remove_spectral_norm), or parametrize it (torch.nn.utils.parametrizations)"
+                )
+
+
 @torch.no_grad()
 def replicate(model: nn.Module, group: Group, stayed: Mapping[str, Any]) -> None:
     """Make every plain parameter of ``model`` a DTensor with rank 0's values, if others are DTensors already.
@@ -68,7 +79,10 @@ def replicate(model: nn.Module, group: Group, stayed: Mapping[str, Any]) -> None
                     made[param] = _replicated(name, param, group)
                 module._parameters[name] = made[param]
     for path, module in model.named_modules():
-        if isinstance(module, (ShardedModule, torch.jit.ScriptModule)) or not (reads := tuple(_reads(module))):
+        if isinstance(module, (ShardedModule, torch.jit.ScriptModule)):
+            continue
+        reads = tuple(_reads(module))
+        if not reads and module is not model and not hasattr(module, "save_pretrained"):
             continue
         if not isinstance(module, Fused):
             become(module, Whole(), _Whole(group, stayed.get(path)))
@@ -84,21 +98,26 @@ def _replicated(name: str, param: nn.Parameter, group: Group) -> nn.Parameter:
 
 
 def _reads(module: nn.Module) -> Iterator[tuple[str, ...]]:
-    """The ways from ``module`` to itself and to the children whose whole parameters its forward may read."""
+    """The ways from ``module`` to itself and to the modules below it whose whole parameters its forward may read."""
     if _owns(module):
         yield ()
-    if not isinstance(module, _CONTAINERS):
+    if not _is_container(module):
         yield from _below(module, ())
 
 
 def _below(module: nn.Module, way: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     for name, child in module._modules.items():
-        if child is None or isinstance(child, ShardedModule) or (isinstance(child, Fused) and child._match.ops):
+        # Layers in a list read their own; ours read theirs without a copy.
+        if child is None or isinstance(child, ShardedModule) or (_is_container(module) and child._modules):
             continue
         if _owns(child):
             yield (*way, name)
-        if isinstance(child, _CONTAINERS):
-            yield from _below(child, (*way, name))
+        yield from _below(child, (*way, name))
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether the class has no forward of its own, or that of nn.Sequential, which reads no parameter."""
+    return type(module).forward in (nn.Module.forward, nn.Sequential.forward)
 
 
 def _owns(module: nn.Module) -> bool:
