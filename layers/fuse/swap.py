@@ -61,9 +61,6 @@ class Match:
 observers: list[Callable[[nn.Module], AbstractContextManager[None]]] = []
 
 
-_SPLIT = "fuse split the model"
-
-
 class Fused(nn.Module):
     """The base class of fused modules: their class derives from a subclass of this one, then from the stock class."""
 
@@ -79,25 +76,6 @@ class Fused(nn.Module):
         raise NotImplementedError
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        match = self._match
-        if match is None or not match.reads_whole:
-            return self._run_observed(args, kwargs)
-        held = hold_local(self, match.reads_whole)
-        try:
-            return self._run_observed(args, kwargs)
-        except RuntimeError as error:
-            if "got mixed torch.Tensor and DTensor" not in str(error) or _SPLIT in str(error):
-                raise
-            raise RuntimeError(
-                f"a tensor that this {type(self).__name__} computes with became a DTensor after {_SPLIT} over "
-                f"{match.ranks.size} ranks; do what made it one (pruning, a parametrization with buffers, ...) before "
-                "fuse(model, mesh)"
-            ) from error
-        finally:
-            for params, name, param in held:
-                params[name] = param
-
-    def _run_observed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stock = self._match is None or self.why_stock() is not None
         run = self.stock_forward if stock else self.fused_forward
         if not observers or torch.compiler.is_compiling():
@@ -106,6 +84,23 @@ class Fused(nn.Module):
             for observer in observers:
                 stack.enter_context(observer(self))
             return run(*args, **kwargs)
+
+    def _forward_on_local(self, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`_forward`, with this rank's plain tensors in the place of parameters that are whole on every rank."""
+        held = _hold_local(self, self._match.reads_whole)
+        try:
+            return self._forward(*args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            raise RuntimeError(
+                f"a tensor that this {type(self).__name__} computes with became a DTensor after fuse split the model "
+                f"over {self._match.ranks.size} ranks; do what made it one (pruning, a parametrization with buffers, "
+                "...) before fuse(model, mesh)"
+            ) from error
+        finally:
+            for params, name, param in held:
+                params[name] = param
 
     def on_whole_sequences(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``run``, which needs whole sequences, also if the module gets this rank's part of them."""
@@ -175,8 +170,8 @@ class Fused(nn.Module):
         """torch's, which ends the process where a parameter is a DTensor: refused there, with a RuntimeError."""
         if any(is_dtensor(param) for param in self.parameters()):
             raise RuntimeError(
-                f"share_memory: the parameters of this {type(self).__name__} are spread over ranks, which are processes "
-                "already; share a stock model, loaded from full_state_dict(model)"
+                f"share_memory: the parameters of this {type(self).__name__} are spread over ranks, which are "
+                "processes already; share a stock model, loaded from full_state_dict(model)"
             )
         return super().share_memory()
 
@@ -190,28 +185,33 @@ class Fused(nn.Module):
         return _again, (self._stock, self._match.matcher), {k: v for k, v in self.__dict__.items() if k != "_match"}
 
 
-def hold_local(module: nn.Module, ways: tuple[tuple[str, ...], ...]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Put this rank's plain tensors in the place of parameters that are whole on every rank.
+def _hold_local(module: nn.Module, ways: tuple[tuple[str, ...], ...]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Returns what to put back: for each parameter the dictionary that holds it, its name there, and itself.
 
-    Returns what to put back: for each one the dictionary that holds it, its name and the parameter. A call within
-    another one finds plain tensors and changes nothing.
+    Within another call the parameters are plain already, and nothing changes.
     """
     held = []
     for way in ways:
         owner: Any = module
         for name in way:
-            owner = owner._modules.get(name) if owner is not None else None
+            owner = None if owner is None else owner._modules.get(name)
         if owner is None:
             continue
-        parametrized = owner._modules.get("parametrizations")  # torch.nn.utils.parametrize computes these from others
-        for each in (owner, *(() if parametrized is None else parametrized.children())):
+        owners = (owner,)
+        if "parametrizations" in owner._modules:  # torch.nn.utils.parametrize computes parameters from others
+            owners = (owner, *owner._modules["parametrizations"].children())
+        for each in owners:
             params = each._parameters
             for name, param in params.items():
-                if is_dtensor(param) and param._spec.is_replicated():
+                if isinstance(param, DTensor) and param._spec.is_replicated():
                     held.append((params, name, param))
-    for (params, name, _), local in zip(held, local_tensors(*[param for _, _, param in held])):
-        params[name] = local
+    if held:
+        for (params, name, _), local in zip(held, local_tensors(*[param for _, _, param in held])):
+            params[name] = local
     return held
+
+
+_MIXED = "got mixed torch.Tensor and DTensor"  # torch's words
 
 
 def on_first(args: tuple[Any, ...], kwargs: dict[str, Any], function: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -291,12 +291,15 @@ def unlike(module: nn.Module, kinds: Mapping[str, type]) -> str | None:
 
 
 @functools.cache
-def fused_class(base: Any, stock: Any) -> type[Any]:
-    """A subclass of ``stock`` with the methods of ``base`` and the stock forward's signature, for transformers."""
+def fused_class(base: Any, stock: Any, reads_whole: bool = False) -> type[Any]:
+    """A subclass of ``stock`` with the methods of ``base`` and the stock forward's signature, for transformers.
+
+    ``reads_whole``: for modules of a split model that read parameters which are whole on every rank.
+    """
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
+        return (self._forward_on_local if reads_whole else self._forward)(*args, **kwargs)
 
     own = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
     if hasattr(stock, "save_pretrained"):
@@ -310,6 +313,12 @@ def become(module: nn.Module, matcher: Any, match: Match) -> None:
     module.__dict__["_match"] = match
     stock: Any = type(module)
     module.__class__ = fused_class(matcher.fused, stock)
+
+
+def read_whole(module: Any, ways: tuple[tuple[str, ...], ...]) -> None:
+    """Let a fused ``module`` read the whole parameters at the ends of these ways, of child to child, as plain ones."""
+    module._match.reads_whole = ways
+    module.__class__ = fused_class(module._match.matcher.fused, module._stock, True)
 
 
 def _again(stock: Any, matcher: Any) -> nn.Module:

@@ -241,12 +241,13 @@ def local_tensors(*params: torch.Tensor | None) -> tuple[Any, ...]:
     if torch.compiler.is_compiling():
         return tuple(param.to_local() if is_dtensor(param) else param for param in params)
     plain, specs = unwrap(params)
-    # Pass only tensors that need a gradient: one differentiable input makes every output of an autograd function
-    # differentiable.
-    wanted = [i for i, spec in enumerate(specs) if spec is not None and params[i].requires_grad]  # type: ignore[union-attr]
-    if wanted and torch.is_grad_enabled():
-        for i, tensor in zip(wanted, _ToLocal.apply(*(params[i] for i in wanted))):
-            plain[i] = tensor
+    if torch.is_grad_enabled():
+        # Pass only tensors that need a gradient: one differentiable input makes every output of an autograd function
+        # differentiable.
+        wanted = [i for i, spec in enumerate(specs) if spec is not None and params[i].requires_grad]  # type: ignore[union-attr]
+        if wanted:
+            for i, tensor in zip(wanted, _ToLocal.apply(*[params[i] for i in wanted])):
+                plain[i] = tensor
     return tuple(plain)
 
 
@@ -279,13 +280,15 @@ def unwrap(params: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]
 
 def wrap_grads(grads: Sequence[torch.Tensor | None], specs: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
     """Wrap plain gradients in the layout of the parameters; None stays None."""
-    # DTensor's own operations share the spec, too; a copy would be hashed and compared again every time.
-    return tuple(
-        grad
-        if grad is None or spec is None
-        else torch.distributed.tensor.DTensor(grad.contiguous(), spec, requires_grad=False)
-        for grad, spec in zip(grads, specs)
-    )
+    wrapped = []
+    for grad, spec in zip(grads, specs):
+        if grad is not None and spec is not None:
+            kind = torch.distributed.tensor.DTensor
+            # DTensor's own operations share the spec, too; a copy would be hashed and compared again every time. Its
+            # __init__ does nothing, behind a wrapper of Dynamo's that takes twice as long as __new__.
+            grad = kind.__new__(kind, grad.contiguous(), spec, requires_grad=False)
+        wrapped.append(grad)
+    return tuple(wrapped)
 
 
 def logical(tensor: torch.Tensor, param: torch.Tensor | None = None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from ....kernels.norm import layer_norm, rms_norm
 from ....parallel.core import mappings
 from ....parallel.core.mesh import SINGLE, Group
-from ....parallel.core.sharding import local_tensor
+from ....parallel.core.sharding import local_tensors
 from ...module import held
 from ..probing import Foreign, foreign
 from ..swap import Fused, Match, again, changed, settings_of
@@ -48,7 +48,7 @@ class FusedNorm(Fused):
         (x,) = args or kwargs.values()
         match, (weight, bias) = self._match, self._parameters_here()
         if match.across.size > 1:
-            return self._across(x, local_tensor(weight))
+            return self._across(x, weight)
         if weight is not None and weight.dtype != x.dtype:  # classes differ in the dtype of the result
             return self.stock_forward(x)
         if match.op == "rms_norm":
@@ -67,14 +67,18 @@ class FusedNorm(Fused):
         return (y * (match.offset + weight.to(y.dtype))).to(dtype)
 
     def stock_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._match is None or self._group() is SINGLE:
+        if self._match is None or (self._group() is SINGLE and not self._match.ranks.size > 1):
             return super().stock_forward(*args, **kwargs)
         weight, bias = self._parameters_here()
         return self._stock.forward(View(self, {"weight": weight, "bias": bias}), *args, **kwargs)
 
     def _parameters_here(self) -> tuple[Any, ...]:
-        """Weight and bias. If ranks have different tokens or heads, backward sums their gradients over the ranks."""
-        both, group = (*held(self, *self._match.reads), None)[:2], self._group()
+        """Weight and bias, plain. If ranks have different tokens or heads, backward sums their gradients over them."""
+        match = self._match
+        both = (*held(self, *match.reads), None)[:2]
+        if match.ranks is SINGLE:
+            return both
+        both, group = local_tensors(*both), self._group()
         return both if group is SINGLE else mappings.copy_all_to(both, group, site="norm")
 
     def _group(self) -> Group:

@@ -8,7 +8,10 @@ flow back to the DTensors. FSDP2 does the same with the parameters that it gathe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import inspect
+import types
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ....parallel.core.mesh import Group
 from ....parallel.core.sharding import ShardSpec, make_parameter
 from ...module import ShardedModule
-from ..swap import Fused, Match, become
+from ..matchers.norms import FusedNorm
+from ..swap import Fused, Match, become, read_whole
 
 _PLAIN = (torch.Tensor, FakeTensor)  # the types of a parameter's data, unless a quantiser changed it
 
@@ -57,8 +61,8 @@ def refuse_computed(model: nn.Module) -> None:
             if type(hook).__module__.startswith("torch.nn.utils."):
                 kind = type(hook).__name__
                 raise ValueError(
-                    f"fuse: a hook of torch's ({kind}) computes a parameter of {path or 'the model'} from others before "
-                    "each call, and would not find them split: make the result the parameter first (prune.remove, "
+                    f"fuse: a hook of torch's ({kind}) computes a parameter of {path or 'the model'} before each "
+                    "call, and would not find what it reads: make the result the parameter first (prune.remove, "
                     "remove_weight_norm, remove_spectral_norm), or parametrize it (torch.nn.utils.parametrizations)"
                 )
 
@@ -82,11 +86,13 @@ def replicate(model: nn.Module, group: Group, stayed: Mapping[str, Any]) -> None
         if isinstance(module, (ShardedModule, torch.jit.ScriptModule)):
             continue
         reads = tuple(_reads(module))
-        if not reads and module is not model and not hasattr(module, "save_pretrained"):
+        if not (reads or module is model or isinstance(module, Fused) or hasattr(module, "save_pretrained")):
             continue
         if not isinstance(module, Fused):
             become(module, Whole(), _Whole(group, stayed.get(path)))
-        module.__dict__["_match"].reads_whole = reads
+        module._match.ranks = group  # type: ignore[union-attr]
+        if reads:
+            read_whole(module, reads)
 
 
 def _replicated(name: str, param: nn.Parameter, group: Group) -> nn.Parameter:
@@ -98,27 +104,61 @@ def _replicated(name: str, param: nn.Parameter, group: Group) -> nn.Parameter:
 
 
 def _reads(module: nn.Module) -> Iterator[tuple[str, ...]]:
-    """The ways from ``module`` to itself and to the modules below it whose whole parameters its forward may read."""
-    if _owns(module):
+    """The ways from ``module`` to itself and to the modules below it whose whole parameters its forward reads."""
+    fused = isinstance(module, Fused)
+    if _owned(module) and not isinstance(module, FusedNorm):  # which reads its own, in fewer steps
         yield ()
-    if not _is_container(module):
-        yield from _below(module, ())
+    named = code_names(module._stock if fused else type(module))  # type: ignore[union-attr]
+    yield from _below(module, (), named, module._match.kinds if fused else ())  # type: ignore[union-attr]
 
 
-def _below(module: nn.Module, way: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _below(
+    module: nn.Module, way: tuple[str, ...], named: frozenset[str], ours: Collection[str]
+) -> Iterator[tuple[str, ...]]:
     for name, child in module._modules.items():
-        # Layers in a list read their own; ours read theirs without a copy.
-        if child is None or isinstance(child, ShardedModule) or (_is_container(module) and child._modules):
+        # Layers of a list read their own parameters; ours read theirs as they are.
+        if child is None or isinstance(child, ShardedModule) or (_runs_nothing(module) and child._modules):
             continue
-        if _owns(child):
+        owned = _owned(child)
+        if owned and (name in ours or owned & named):
             yield (*way, name)
-        yield from _below(child, (*way, name))
+        yield from _below(child, (*way, name), named, ())
 
 
-def _is_container(module: nn.Module) -> bool:
-    """Whether the class has no forward of its own, or that of nn.Sequential, which reads no parameter."""
+def _runs_nothing(module: nn.Module) -> bool:
+    """Whether the class has no forward of its own, or that of nn.Sequential."""
     return type(module).forward in (nn.Module.forward, nn.Sequential.forward)
 
 
-def _owns(module: nn.Module) -> bool:
-    return any(isinstance(param, DTensor) and param._spec.is_replicated() for param in module._parameters.values())
+def _owned(module: nn.Module) -> set[str]:
+    """The names of the module's own parameters that are whole; those in lists are read by number."""
+    whole = {n for n, p in module._parameters.items() if isinstance(p, DTensor) and p._spec.is_replicated()}
+    return whole | {"parameter of a list"} if isinstance(module, (nn.ParameterList, nn.ParameterDict)) else whole
+
+
+@functools.cache
+def code_names(kind: type[nn.Module]) -> frozenset[str]:
+    """The names in the code that a module of class ``kind`` may run for a call.
+
+    That is its forward, its methods and the functions of its file that are named there, and so on.
+    """
+    found, seen, wanted = {"parameter of a list"}, set[Any](), [inspect.unwrap(kind.forward)]
+    while wanted:
+        function = wanted.pop()
+        codes = [getattr(function, "__code__", None)]
+        if codes[0] is None or codes[0] in seen:
+            continue
+        seen.add(codes[0])
+        names: set[str] = set()
+        while codes:
+            code: Any = codes.pop()
+            names.update(code.co_names, (each for each in code.co_consts if isinstance(each, str)))
+            codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        found |= names
+        scope = function.__globals__
+        for name in names:
+            for each in (getattr(kind, name, None), scope.get(name)):
+                each = each.fget if isinstance(each, property) else each
+                if isinstance(each, types.FunctionType):
+                    wanted.append(inspect.unwrap(each))
+    return frozenset(found)
