@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
+from ..kernels.runtime import autograd
 from ..kernels.runtime.checks import expect_tensor, whole_number
 from ..kernels.runtime.dispatch import Choice
 from ..parallel.core import mappings
@@ -128,7 +129,8 @@ class Layer(nn.Module):
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:  # __call__ would not do: torch's tracers replace it
         try:
             return super()._call_impl(*args, **kwargs)
-        except Exception:
+        except Exception as error:
+            autograd.refuse_transform(error)
             name = next(iter(inspect.signature(self.forward).parameters), "")
             given = args[0] if args else kwargs.get(name, ())
             if not isinstance(given, tuple):  # between blocks x is a tuple, with a branch not added to it yet

@@ -196,10 +196,12 @@ def _counted(call: _Call, targets: torch.Tensor) -> torch.Tensor:
 
 def _is_small(call: _Call, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether stock calls on the whole logits are best: on a CPU, if the logits fit one chunk."""
-    if call.choice.impl != "reference" or call.group.size > 1 or call.fuse_wgrad_accumulation or call.chunk is not None:
+    if call.choice.impl != "reference" or call.group.size > 1 or call.fuse_wgrad_accumulation:
         return False
-    if autograd.transformed() is not None:  # needs torch's own functions, regardless of memory
+    if autograd.transformed() is not None:  # needs torch's own functions, regardless of memory and chunk_tokens
         return True
+    if call.chunk is not None:
+        return False
     if torch.compiler.is_compiling() or not hidden.is_cpu:
         return False
     return hidden.shape[:-1].numel() * weight.shape[0] * hidden.element_size() <= chunks.LEAST_BYTES

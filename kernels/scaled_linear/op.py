@@ -189,7 +189,8 @@ def fp8_linear(
     Returns [..., F] in x's dtype, or autocast's. Gradients have their tensor's dtype. Backward keeps one byte an
     element of x and of the weight, and forms what is asked of it. The bias gradient sums the unquantised dy.
 
-    Raises ValueError for arguments that do not fit, RuntimeError for impl="triton" on a chip without these formats.
+    Raises ValueError for arguments that do not fit, RuntimeError for impl="triton" on a chip without these formats, and
+    under torch.func's transforms.
     """
     _check_linear(x, weight, bias, scaling, histories)
     choice = scaled_linear_choice(x.device, impl, op="fp8_linear")
@@ -202,6 +203,8 @@ def fp8_linear(
         torch.get_autocast_dtype(x.device.type) if autocast else x.dtype,
         autograd.main_grads((weight, bias)) if fuse_wgrad_accumulation else [None, None],
     )
+    if why := autograd.transformed():
+        raise RuntimeError(f"fp8_linear: {why}, and gradients in fp8 no other form: use linear_act or nn.Linear there")
     rows = x.reshape(_tokens(x), x.shape[-1])
     y = _Fp8Linear.apply(call, rows, weight, bias, histories)
     return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 
 from ...kernels.linear import functional, linear_act_choice
-from ...kernels.runtime import dispatch
+from ...kernels.runtime import autograd, dispatch
 from ...kernels.runtime.dispatch import Choice
 from ...parallel.core import mappings
 from ...parallel.core.mesh import SINGLE, Group
@@ -91,6 +91,7 @@ class Fused(nn.Module):
         try:
             return self._forward(*args, **kwargs)
         except RuntimeError as error:
+            autograd.refuse_transform(error)
             if _MIXED not in str(error):
                 raise
             raise RuntimeError(

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ....kernels.runtime import autograd
 from ....parallel.core import collectives
 from ....parallel.core.mesh import Group
 from ....parallel.core.sharding import local_tensors
@@ -42,7 +43,7 @@ class FusedHead(Staged):
 
     def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
         idle = kwargs.get("labels") is None or not self.training or not torch.is_grad_enabled()
-        if idle or torch.compiler.is_compiling():
+        if idle or torch.compiler.is_compiling() or autograd.transformed() is not None:
             return self.stock_forward(*args, **kwargs)
         view = View(self, self.stand_ins(getattr(self, self._match.name), _loss))
         return self._stock.forward(view, *args, **kwargs)

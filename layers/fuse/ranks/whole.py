@@ -91,7 +91,7 @@ def replicate(model: nn.Module, group: Group, stayed: Mapping[str, Any]) -> None
         if not isinstance(module, Fused):
             become(module, Whole(), _Whole(group, stayed.get(path)))
         module._match.ranks = group  # type: ignore[union-attr]
-        if reads:
+        if reads or module is model:  # which also explains errors of torch's
             read_whole(module, reads)
 
 
