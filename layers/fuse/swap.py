@@ -167,6 +167,18 @@ class Fused(nn.Module):
         twin.__dict__["_match"] = None if self._match is None else self._match.of_copy(twin, self, memo)
         return twin
 
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(
+            f"torch.jit.script does not read the forward of a fused {type(self).__name__}: script the stock model "
+            "(shardfuse.unfuse), or use torch.compile or torch.export"
+        )
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise RuntimeError(
+            f"nn.DataParallel copies the modules for each call, and threads would share what a fused "
+            f"{type(self).__name__} knows of itself: use DistributedDataParallel, one process for each GPU"
+        )
+
     def share_memory(self) -> Any:
         """torch's, which ends the process where a parameter is a DTensor: refused there, with a RuntimeError."""
         if any(is_dtensor(param) for param in self.parameters()):
