@@ -53,8 +53,8 @@ def refuse_transform(error: BaseException) -> None:
     """In place of ``error``, where torch asks for a change of our code because of a transform, raise one that helps."""
     if transformed() is not None and ("setup_context" in str(error) or "DTensor" in str(error)):
         raise RuntimeError(
-            f"{transformed()} for layers that are split over ranks, quantise to fp8 or pack documents with sinks: apply "
-            "them to the same model in one process, and without these options"
+            f"{transformed()} for layers that are split over ranks, quantise to fp8 or pack documents with sinks: "
+            "apply them to the same model in one process, and without these options"
         ) from error
 
 

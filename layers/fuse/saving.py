@@ -72,7 +72,7 @@ def _tell_who_is_missing(rank: int, size: int) -> None:
     """Log a warning if some rank has not called after PATIENCE: what follows would wait for it without a word."""
     _calls[0] += 1
     store = dist.PrefixStore(f"shardfuse.save_pretrained.{_calls[0]}", _get_default_store())
-    store.set(str(rank), b"here")
+    store.set(str(rank), "here")
     until = time.monotonic() + PATIENCE
     missing = [each for each in range(size) if each != rank]
     while missing and time.monotonic() < until:

@@ -90,7 +90,7 @@ def replicate(model: nn.Module, group: Group, stayed: Mapping[str, Any]) -> None
             continue
         if not isinstance(module, Fused):
             become(module, Whole(), _Whole(group, stayed.get(path)))
-        module._match.ranks = group  # type: ignore[union-attr]
+        module.__dict__["_match"].ranks = group
         if reads or module is model:  # which also explains errors of torch's
             read_whole(module, reads)
 
@@ -105,11 +105,11 @@ def _replicated(name: str, param: nn.Parameter, group: Group) -> nn.Parameter:
 
 def _reads(module: nn.Module) -> Iterator[tuple[str, ...]]:
     """The ways from ``module`` to itself and to the modules below it whose whole parameters its forward reads."""
-    fused = isinstance(module, Fused)
+    kind: Any = module._stock if isinstance(module, Fused) else type(module)
+    ours: Any = module._match.kinds if isinstance(module, Fused) else ()
     if _owned(module) and not isinstance(module, FusedNorm):  # which reads its own, in fewer steps
         yield ()
-    named = code_names(module._stock if fused else type(module))  # type: ignore[union-attr]
-    yield from _below(module, (), named, module._match.kinds if fused else ())  # type: ignore[union-attr]
+    yield from _below(module, (), code_names(kind), ours)
 
 
 def _below(
