@@ -90,11 +90,25 @@ def test_what_a_launch_forgets_is_found(stub: Path, fault: str, says: str):
     assert any(says in each for each in _run(stub, "--few", "--fault", fault)["faults"])
 
 
-def test_a_call_takes_few_steps_on_the_host(stub: Path):
+@pytest.fixture(scope="module")
+def few(stub: Path) -> dict[str, Any]:
+    return _run(stub, "--few")
+
+
+def test_a_call_takes_few_steps_on_the_host(few: dict[str, Any]):
     """Counts, which no machine changes. Python 3.12 makes fewer of these calls than 3.11, and torch has its own."""
-    found = _run(stub, "--few")["calls"]
+    found = few["calls"]
     assert {name: each["imports"] for name, each in found.items()} == dict.fromkeys(CALLS, 0)
     assert {name: each["calls"] for name, each in found.items() if each["calls"] > CALLS[name]} == {}
+
+
+def test_a_graph_could_hold_a_fused_module(few: dict[str, Any]):
+    """Forward and backward launch, and neither load a kernel nor read a tensor's values."""
+    assert {name for name in few["captured"] if "backward" in name} >= {"mlp, forward + backward"}
+    for name, found in few["captured"].items():
+        assert len(found) == 1, (name, found)
+        assert found[0].startswith("launches "), (name, found)
+        assert found[0] != "launches 0", name
 
 
 @pytest.mark.skipif(not SIDE, reason="there is no second Triton beside this one")

@@ -77,6 +77,7 @@ from shardfuse.layers.fuse import fuse  # noqa: E402
 
 sys.path.append(str(Path(__file__).parent))
 from engine_steps import steps  # noqa: E402
+from fused_calls import calls as fused_calls  # noqa: E402
 
 launches = ctypes.c_int.in_dll(stub, "stub_launches")
 expected = ctypes.c_int.in_dll(stub, "stub_expected")
@@ -201,15 +202,13 @@ def compile_nothing(
 
 def time_calls() -> dict[str, Any]:
     """(us, noise) of each side of each of ``fused_calls``, and of each of ``engine_steps``, interleaved."""
-    from fused_calls import calls
-
     from shardfuse.bench.harness.timing import compare
 
     torch.set_num_threads(1)
     dispatch._AUTO = "triton"
     found = {}
     bare = bare_launch()
-    for name, ours, stock in calls():
+    for name, ours, stock in fused_calls():
         for call in (ours, stock):
             for _ in range(5):
                 call()
@@ -343,6 +342,29 @@ def calls_in(run: Callable[[], Any]) -> dict[str, int]:
         sys.setprofile(None)
         builtins.__import__ = import_module
     return found
+
+
+READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
+
+
+def captured(run: Callable[[], Any]) -> list[str]:
+    """What a CUDA graph could not hold of ``run``: reads of values, and kernels that an earlier run did not load.
+
+    The result begins with the number of launches.
+    """
+    for _ in range(3):
+        run()
+    found, loaded, launched = [], len(Kernel.made), counts["launches"]
+    stock = {name: getattr(torch.Tensor, name) for name in READS}
+    for name in READS:
+        setattr(torch.Tensor, name, lambda *_, name=name: found.append(f"reads values by {name}") or stock[name](*_))
+    try:
+        run()
+    finally:
+        for name in READS:
+            setattr(torch.Tensor, name, stock[name])
+    found += [f"loads {kernel.src.fn.__name__}" for kernel in Kernel.made[loaded:]]
+    return [f"launches {counts['launches'] - launched}", *found]
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
@@ -484,4 +506,6 @@ for name, call in ours.items():
     calls[f"{name}, forward + backward"] = calls_in(lambda call=call: call(leaf).sum().backward())
 calls |= {name.partition(",")[0]: calls_in(step) for name, step, _ in itertools.islice(steps(), 2)}
 said = {"triton": triton.__version__, "counts": counts, "faults": faults, "ops": list(registry.ops()), "calls": calls}
+if options.few:
+    said["captured"] = {name: captured(call) for name, call, _ in fused_calls()}
 print(json.dumps(said | {"seconds": round(time.monotonic() - begun, 1)}))
