@@ -268,6 +268,22 @@ test-vllm: $(VLLM)/.installed  ## vLLM's engine on a CPU with our backend: some 
 	  accelerate requests
 	@touch $@
 
+# Other people's tools, over the packages of .venv: tests skip what is not installed.
+TOOLS := .side/tools
+TOOLS_PACKAGES := accelerate==1.15.0 peft==0.19.1 torchao==0.18.0
+
+$(TOOLS)/.installed: pyproject.toml | $(INSTALLED)
+	@rm -rf $(TOOLS); "$(PYTHON)" -m venv --without-pip $(TOOLS)
+	@printf '%s\n' "$(CURDIR)/src" "$(CURDIR)"/$(VENV)/lib/python*/site-packages \
+	  > "$$(echo $(TOOLS)/lib/python*/site-packages)"/base.pth
+	@$(TOOLS)/bin/python -m pip install --quiet --no-warn-conflicts $(TOOLS_PACKAGES)
+	@touch $@
+
+.PHONY: test-tools
+test-tools: $(TOOLS)/.installed  ## Trainer, accelerate, peft and torchao on fused models: a minute
+	@$(TOOLS)/bin/python -m pytest -q -rs -m "nightly or not nightly" $(ARGS) tests/layers/test_fuse_engines.py \
+	  tests/layers/test_tools_fused.py tests/layers/test_tools_split.py -k "test_fuse_engines or quantize_ or accelerate"
+
 .PHONY: test-transformers
 test-transformers: $(TRANSFORMERS:%=.side/transformers-%/.installed)  ## its generate_batch and server, in each version
 	@for version in $(filter-out 5.17.0,$(TRANSFORMERS)); do $(BIN)/python tests/support/record_contracts.py transformers \

@@ -119,6 +119,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
     (
         Part("make test-finetuned", 400),
         Part("make test-formats", 20),
+        Part("make test-tools", 60),
     ),
     (
         Part("make gpu-rehearse", 210),
