@@ -270,7 +270,7 @@ test-vllm: $(VLLM)/.installed  ## vLLM's engine on a CPU with our backend: some 
 
 # Other people's tools, over the packages of .venv: tests skip what is not installed.
 TOOLS := .side/tools
-TOOLS_PACKAGES := accelerate==1.15.0 peft==0.19.1 torchao==0.18.0
+TOOLS_PACKAGES := accelerate==1.15.0 peft==0.21.2 torchao==0.18.0
 
 $(TOOLS)/.installed: pyproject.toml | $(INSTALLED)
 	@rm -rf $(TOOLS); "$(PYTHON)" -m venv --without-pip $(TOOLS)

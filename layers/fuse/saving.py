@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -24,23 +25,25 @@ _calls = [0]
 def saving(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``stock``, a class's ``save_pretrained``, for a model that may be spread over ranks."""
 
+    signature = inspect.signature(stock)
+
     @functools.wraps(stock)
-    def save_pretrained(
-        self: Any,
-        save_directory: Any,
-        is_main_process: bool = True,
-        state_dict: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        state = self.state_dict() if state_dict is None else state_dict
-        if kwargs.get("distributed_checkpoint") or not any(isinstance(each, DTensor) for each in state.values()):
-            return stock(self, save_directory, is_main_process, state_dict, **kwargs)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        named = dict(signature.bind(self, *args, **kwargs).arguments)  # peft's has another order
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                named |= named.pop(name, {})
+        given = named.get("state_dict")
+        state = self.state_dict() if given is None else given
+        if named.get("distributed_checkpoint") or not any(isinstance(each, DTensor) for each in state.values()):
+            return stock(self, *args, **kwargs)
         ranks = everyone()
         _tell_who_is_missing(ranks.rank, ranks.size)
         agree(ranks, lambda: _check(state))
         params = dict(self.named_parameters(remove_duplicate=False))
         whole = _gathered(state, params, ranks.rank == 0)
-        return agree(ranks, lambda: stock(self, save_directory, True, whole, **kwargs) if whole else None)
+        named |= {"is_main_process": True, "state_dict": whole}
+        return agree(ranks, lambda: stock(**named) if ranks.rank == 0 else None)
 
     return save_pretrained
 

@@ -78,8 +78,8 @@ def _uneven(heads: Heads, group: Group) -> str | None:
 def _own_parameters(module: Any, heads: Heads, norms: list[FusedNorm]) -> str | None:
     if any(param is not None and param.shape[:1] != (len(heads.q),) for param in module._parameters.values()):
         return "it has parameters of its own, which are not one for each head"
-    others = [module._modules[name] for name in module._modules if name not in (*heads.called, heads.behind)]
-    if any(each for child in others if child is not None and child not in norms for each in child.parameters()):
+    others = [child for name, child in module._modules.items() if name not in (*heads.called, heads.behind)]
+    if any(any(True for _ in child.parameters()) for child in others if child is not None and child not in norms):
         return "it has other children with parameters"
     for name in heads.normed:
         if module._modules[name]._match.op != "rms_norm":
