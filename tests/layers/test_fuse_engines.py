@@ -115,3 +115,35 @@ def test_adapters_under_zero(ranks: Any, zero: int):
     pytest.importorskip("peft")
     for errors in ranks(2, _adapters_under_zero, zero):
         assert max(errors) < 1e-5
+
+
+def _adapters_in_a_split_model(rank: int, world: int, folder: str) -> tuple[list[float], float]:
+    """Errors of the gradients and of the clipped norm; rank 0 writes the adapters, which both ranks read."""
+    import peft
+    from safetensors.torch import load_file
+
+    mesh, batch = init_mesh(tp=world, device_type="cpu"), tokens()
+    stock = _with_adapters(without_dropout(foreign("llama", torch.float64)))
+    model = fuse(_with_adapters(without_dropout(foreign("llama", torch.float64))), mesh)
+    assert {type(param) for param in model.parameters()} == {DTensor}
+    for each in (stock, model):
+        each(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+    want = {name: param.grad for name, param in stock.named_parameters() if param.grad is not None}
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    assert grads.keys() == want.keys()
+    errors = [accuracy.relative_error(grads[name].full_tensor(), want[name]) for name in want]  # type: ignore[attr-defined]
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (stock, model)]
+    model.save_pretrained(folder)
+    saved = load_file(f"{folder}/adapter_model.safetensors")
+    expected = peft.get_peft_model_state_dict(stock)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+    return errors, float(norms[1].full_tensor() / norms[0]) - 1.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.ranks
+def test_adapters_in_a_split_model(ranks: Any, tmp_path: Path):
+    pytest.importorskip("peft")
+    for errors, norm in ranks(2, _adapters_in_a_split_model, str(tmp_path)):
+        assert max(errors) < 1e-5
+        assert abs(norm) < 1e-6
