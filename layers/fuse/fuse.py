@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.checks import type_name
 from ...parallel.core.first_calls import agree_on_processors
@@ -97,6 +98,12 @@ def fuse(
         divide(model, group)
     if group.size > 1:
         replicate(model, group, {each.path: each for each in stayed(model, reasons=False)})
+        if found and not any(isinstance(param, DTensor) for param in model.parameters()):
+            _log.warning(
+                "nothing of this %s was split over %d ranks, and each keeps its own values: sf.explain(model) says why",
+                type(model).__name__,
+                group.size,
+            )
     agree_on_processors(group)
     if found:
         _tell(model, len(found))

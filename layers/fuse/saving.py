@@ -22,6 +22,14 @@ _log = logging.getLogger("shardfuse.fuse")
 _calls = [0]
 
 
+def takes_state(kind: type) -> bool:
+    """Whether a class has a ``save_pretrained`` that takes a ``state_dict``: transformers' and peft's models."""
+    method = getattr(kind, "save_pretrained", None)
+    if method is None:
+        return False
+    return "state_dict" in inspect.signature(method).parameters or method.__module__.startswith("peft.")
+
+
 def saving(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``stock``, a class's ``save_pretrained``, for a model that may be spread over ranks."""
 

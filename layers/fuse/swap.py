@@ -30,7 +30,7 @@ from ...parallel.core.mesh import SINGLE, Group
 from ...parallel.core.sharding import is_dtensor, local_tensors, part_of, placed_by, spec_of
 from ..module import ShardedModule
 from .probing import apart
-from .saving import saving
+from .saving import saving, takes_state
 
 
 class Match:
@@ -87,6 +87,8 @@ class Fused(nn.Module):
 
     def _forward_on_local(self, *args: Any, **kwargs: Any) -> Any:
         """:meth:`_forward`, with this rank's plain tensors in the place of parameters that are whole on every rank."""
+        if self._match is None:
+            return self._forward(*args, **kwargs)
         held = _hold_local(self, self._match.reads_whole)
         try:
             return self._forward(*args, **kwargs)
@@ -95,13 +97,22 @@ class Fused(nn.Module):
             if _MIXED not in str(error):
                 raise
             raise RuntimeError(
-                f"a tensor that this {type(self).__name__} computes with became a DTensor after fuse split the model "
-                f"over {self._match.ranks.size} ranks; do what made it one (pruning, a parametrization with buffers, "
-                "...) before fuse(model, mesh)"
+                f"a tensor that this {type(self).__name__} computes with is a DTensor, since fuse split the model over "
+                f"{self._match.ranks.size} ranks: read parameters from their modules, within forward, and do what "
+                "makes others of them (pruning, a parametrization with buffers, ...) before fuse(model, mesh)"
             ) from error
         finally:
-            for params, name, param in held:
-                params[name] = param
+            for params, name, param, local in held:
+                if params.get(name) is local:  # otherwise forward has put another parameter there
+                    params[name] = param
+                    _keep_data(param, local)
+
+    def _getattr_on_local(self, name: str) -> Any:
+        """A whole parameter is read as a plain tensor where a checkpoint runs part of a forward again, in backward."""
+        value = nn.Module.__getattr__(self, name)
+        if isinstance(value, DTensor) and torch._C._current_graph_task_id() >= 0 and torch.is_grad_enabled():
+            return local_tensors(value)[0] if value._spec.is_replicated() else value
+        return value
 
     def on_whole_sequences(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``run``, which needs whole sequences, also if the module gets this rank's part of them."""
@@ -198,12 +209,13 @@ class Fused(nn.Module):
         return _again, (self._stock, self._match.matcher), {k: v for k, v in self.__dict__.items() if k != "_match"}
 
 
-def _hold_local(module: nn.Module, ways: tuple[tuple[str, ...], ...]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Returns what to put back: for each parameter the dictionary that holds it, its name there, and itself.
+def _hold_local(module: nn.Module, ways: tuple[tuple[str, ...], ...]) -> list[tuple[Any, ...]]:
+    """Returns what to put back: for each parameter the dictionary that holds it, its name there, itself and its
+    plain tensor.
 
     Within another call the parameters are plain already, and nothing changes.
     """
-    held = []
+    held: list[tuple[Any, ...]] = []
     for way in ways:
         owner: Any = module
         for name in way:
@@ -218,10 +230,21 @@ def _hold_local(module: nn.Module, ways: tuple[tuple[str, ...], ...]) -> list[tu
             for name, param in params.items():
                 if isinstance(param, DTensor) and param._spec.is_replicated():
                     held.append((params, name, param))
-    if held:
-        for (params, name, _), local in zip(held, local_tensors(*[param for _, _, param in held])):
-            params[name] = local
-    return held
+    if not held:
+        return held
+    plain = local_tensors(*[param for _, _, param in held])
+    for (params, name, _), local in zip(held, plain):
+        params[name] = local
+    return [(*each, local) for each, local in zip(held, plain)]
+
+
+def _keep_data(param: Any, local: torch.Tensor) -> None:
+    """Copy into ``param`` what forward put in the place of its plain tensor's data."""
+    if type(local) is not torch.Tensor or torch.compiler.is_compiling() or autograd.transformed() is not None:
+        return
+    own = param._local_tensor
+    if local.data_ptr() != own.data_ptr():
+        own.data.copy_(local.data)
 
 
 _MIXED = "got mixed torch.Tensor and DTensor"  # torch's words
@@ -315,8 +338,10 @@ def fused_class(base: Any, stock: Any, reads_whole: bool = False) -> type[Any]:
         return (self._forward_on_local if reads_whole else self._forward)(*args, **kwargs)
 
     own = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
-    if hasattr(stock, "save_pretrained"):
+    if takes_state(stock):
         own["save_pretrained"] = saving(stock.save_pretrained)
+    if reads_whole and stock.__getattr__ is nn.Module.__getattr__:
+        own["__getattr__"] = Fused._getattr_on_local
     return type(stock.__name__, (base, stock), {**own, "_stock": stock, "forward": forward})
 
 

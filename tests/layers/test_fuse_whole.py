@@ -64,6 +64,92 @@ class _Reader(nn.Module):
         return y
 
 
+class _Odd(nn.Module):
+    """Reads parameters in ways that its forward's code does not name, or changes them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.split, self.layer = way, _FeedForward(), nn.Linear(16, 16)
+        self.scale, self.number = nn.Parameter(torch.rand(16)), nn.Parameter(torch.arange(16), requires_grad=False)
+        self.held = lambda: self.layer.weight
+        self.scripted = torch.jit.script(nn.Linear(16, 16))
+        if way == "a forward of its own":
+            stock = self.layer.forward
+            self.layer.forward = lambda x: 2 * stock(x)  # type: ignore[method-assign]
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.layer.weight * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, way = self.split(x) * self.number, self.way
+        if way in ("checkpoint", "reentrant checkpoint"):
+            return checkpoint(self._scaled, x, use_reentrant=way != "checkpoint")
+        if way == "data":
+            self.scale.data = self.scale.data * 0.5
+        if way == "a new parameter" and self.training:
+            self.scale = nn.Parameter(self.scale.detach() + 1)
+            self.training = False
+        weight = self.held() if way == "lambda" else getattr(self.layer, "".join(("wei", "ght")))
+        y: torch.Tensor = self.layer(x) + self.scripted(x) + x @ weight * self.scale
+        return y
+
+
+WAYS = ["checkpoint", "reentrant checkpoint", "data", "a new parameter", "lambda", "a computed name"]
+WAYS += ["a forward of its own"]
+
+
+def _oddly(rank: int, world: int, way: str) -> list[float]:
+    mesh, hits = init_mesh(tp=world, device_type="cpu"), []
+    stock, model = _Odd(way).double(), _Odd(way).double()
+    model.layer.weight.register_hook(lambda _: hits.append(1))  # type: ignore[arg-type]
+    model.layer.weight.note = "kept"  # type: ignore[assignment]
+    fuse(model, mesh)
+    x, errors = torch.randn(2, 8, 16, dtype=torch.float64), []
+    for _ in range(2):
+        for each in (stock, model):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        grads = [[param.grad for param in each.parameters() if param.grad is not None] for each in (model, stock)]
+        errors += [_apart(*grads), _apart(list(model.parameters()), list(stock.parameters()))]
+    assert (model.layer.weight.note, hits) == ("kept", [1, 1])
+    type(model)(way)(x.float())  # an instance that was never fused
+    return errors
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", WAYS)
+def test_stock_code_reads_whole_parameters_oddly(ranks: Any, way: str) -> None:
+    for errors in ranks(2, _oddly, way):
+        assert max(errors) < CLOSE, errors
+
+
+def _albert(rank: int, world: int) -> float:
+    import transformers
+
+    config = transformers.AlbertConfig(
+        vocab_size=64, embedding_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0,
+    )  # fmt: skip
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(transformers.AlbertForSequenceClassification(config).double())
+    stock, model = models
+    fuse(model, init_mesh(tp=world, device_type="cpu"))
+    for each in models:
+        each(torch.arange(2, 14).view(2, 6)).logits.square().sum().backward()
+    return _apart(*[[param.grad for param in each.parameters() if param.grad is not None] for each in (model, stock)])
+
+
+@pytest.mark.ranks
+def test_a_norm_after_the_heads_is_not_summed(ranks: Any) -> None:
+    """ALBERT's attention ends in a norm of whole rows: every rank has its whole gradient."""
+    pytest.importorskip("transformers")
+    for error in ranks(2, _albert):
+        assert error < CLOSE
+
+
 def _whole(x: torch.Tensor) -> torch.Tensor:
     x = x.detach()
     return x.full_tensor() if isinstance(x, DTensor) else x

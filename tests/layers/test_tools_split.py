@@ -331,7 +331,7 @@ CASES: dict[str, tuple[Callable[[_Case], Any], str | None, str | None]] = {
     "torch.distributed.checkpoint.state_dict": (_state, WORKS, WORKS),
     "torch.distributed.checkpoint.save, load": (_checkpoint, WORKS, WORKS),
     "torch.nn.utils.parametrize": (_parametrized, WORKS, WORKS),
-    "torch.nn.utils.prune": (_pruned, "became a DTensor after fuse split the model over 2 ranks", "FSDP|DTensor"),
+    "torch.nn.utils.prune": (_pruned, "is a DTensor, since fuse split the model over 2 ranks", "FSDP|DTensor"),
     "transformers' save_pretrained": (_save_pretrained, WORKS, WORKS),
     "accelerate's clip_grad_norm_, clip_grad_value_": (_accelerate, WORKS, WORKS),
     "copy.deepcopy": (_copied, WORKS, NO_COPY),
@@ -339,7 +339,7 @@ CASES: dict[str, tuple[Callable[[_Case], Any], str | None, str | None]] = {
         lambda case: pickle.dumps(case.model), "is split over 2 ranks and cannot be pickled", "cannot",
     ),
     "share_memory": (lambda case: case.model.share_memory(), "parameters .* are spread over ranks", "are spread over"),
-    "torch.func.functional_call": (_functional, WORKS, "became a DTensor"),
+    "torch.func.functional_call": (_functional, WORKS, "is a DTensor, since fuse split"),
     "torch.func.grad, vmap, jvp": (
         _differentiated, "transforms have no kernel for layers that are split", "transforms have no kernel for layers",
     ),

@@ -81,6 +81,10 @@ def _own_parameters(module: Any, heads: Heads, norms: list[FusedNorm]) -> str | 
     others = [child for name, child in module._modules.items() if name not in (*heads.called, heads.behind)]
     if any(any(True for _ in child.parameters()) for child in others if child is not None and child not in norms):
         return "it has other children with parameters"
+    for norm in norms:
+        weight, name = norm._parameters.get("weight"), next(n for n, each in module._modules.items() if each is norm)
+        if name not in heads.normed and weight is not None and len(weight) not in {len(heads.q[0]), len(heads.k[0])}:
+            return f"{name} runs neither over each head nor over all of them"  # its gradient may be whole already
     for name in heads.normed:
         if module._modules[name]._match.op != "rms_norm":
             return f"{name} runs over all of its heads, and is no RMSNorm"

@@ -49,6 +49,8 @@ class FusedTable(Fused):
         return x if scale == 1.0 else x * scale
 
     def stock_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._match is None:  # an instance that was made by calling the class
+            return super().stock_forward(*args, **kwargs)
         return self.fused_forward(*args, **kwargs)
 
     def runs(self, device: torch.device) -> list[tuple[str, Choice]]:

@@ -18,11 +18,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parameter import is_lazy
 
 from ....parallel.core.mesh import Group
-from ....parallel.core.sharding import ShardSpec, make_parameter
+from ....parallel.core.sharding import ShardSpec, as_dtensor
 from ...module import ShardedModule
 from ..matchers.norms import FusedNorm
+from ..saving import takes_state
 from ..swap import Fused, Match, become, read_whole
 
 _PLAIN = (torch.Tensor, FakeTensor)  # the types of a parameter's data, unless a quantiser changed it
@@ -55,8 +57,13 @@ class Whole:
 
 
 def refuse_computed(model: nn.Module) -> None:
-    """Raise ValueError for a module whose parameters a hook of torch.nn.utils computes before its forward."""
+    """Raise ValueError for a module whose parameters its first call or a hook of torch.nn.utils makes."""
     for path, module in model.named_modules():
+        if any(is_lazy(param) for param in module._parameters.values() if param is not None):
+            raise ValueError(
+                f"fuse: {path or 'the model'} ({type(module).__name__}) has no shapes before its first call: run the "
+                "model once, then split it"
+            )
         for hook in module._forward_pre_hooks.values():
             if type(hook).__module__.startswith("torch.nn.utils."):
                 kind = type(hook).__name__
@@ -77,16 +84,20 @@ def replicate(model: nn.Module, group: Group, stayed: Mapping[str, Any]) -> None
         return
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         for name, param in module._parameters.items():
-            if param is not None and type(param.data) in _PLAIN:
+            if param is not None and (param in made or type(param.data) in _PLAIN):
                 if param not in made:
                     made[param] = _replicated(name, param, group)
                 module._parameters[name] = made[param]
+    for before, param in made.items():
+        _carry_over(before, param)
     for path, module in model.named_modules():
         if isinstance(module, (ShardedModule, torch.jit.ScriptModule)):
             continue
         reads = tuple(_reads(module))
-        if not (reads or module is model or isinstance(module, Fused) or hasattr(module, "save_pretrained")):
+        if not (reads or module is model or isinstance(module, Fused) or takes_state(type(module))):
             continue
         if not isinstance(module, Fused):
             become(module, Whole(), _Whole(group, stayed.get(path)))
@@ -98,9 +109,17 @@ def replicate(model: nn.Module, group: Group, stayed: Mapping[str, Any]) -> None
 def _replicated(name: str, param: nn.Parameter, group: Group) -> nn.Parameter:
     assert group.mesh is not None
     spec = ShardSpec(name, param.shape, None, group)
-    ours = make_parameter(distribute_tensor(param.detach(), group.mesh, spec.placements).to_local(), spec)
-    ours.requires_grad_(param.requires_grad)
-    return ours
+    local = distribute_tensor(param.detach(), group.mesh, spec.placements).to_local()
+    return nn.Parameter(as_dtensor(local, spec), requires_grad=param.requires_grad)
+
+
+def _carry_over(before: nn.Parameter, now: nn.Parameter) -> None:
+    """Attach to the DTensor ``now`` what the user attached to the plain parameter ``before``: attributes and hooks."""
+    vars(now).update(vars(before))
+    for hook in (before._backward_hooks or {}).values():
+        now.register_hook(hook)
+    for hook in (before._post_accumulate_grad_hooks or {}).values():
+        now.register_post_accumulate_grad_hook(hook)
 
 
 def _reads(module: nn.Module) -> Iterator[tuple[str, ...]]:
@@ -109,20 +128,28 @@ def _reads(module: nn.Module) -> Iterator[tuple[str, ...]]:
     ours: Any = module._match.kinds if isinstance(module, Fused) else ()
     if _owned(module) and not isinstance(module, FusedNorm):  # which reads its own, in fewer steps
         yield ()
-    yield from _below(module, (), code_names(kind), ours)
+    yield from _below(module, (), code_names(kind) if kind.__module__.startswith(_KNOWN) else None, ours)
 
 
 def _below(
-    module: nn.Module, way: tuple[str, ...], named: frozenset[str], ours: Collection[str]
+    module: nn.Module, way: tuple[str, ...], named: frozenset[str] | None, ours: Collection[str]
 ) -> Iterator[tuple[str, ...]]:
     for name, child in module._modules.items():
         # Layers of a list read their own parameters; ours read theirs as they are.
         if child is None or isinstance(child, ShardedModule) or (_runs_nothing(module) and child._modules):
             continue
-        owned = _owned(child)
-        if owned and (name in ours or owned & named):
+        if (owned := _owned(child)) and (
+            named is None
+            or name in ours
+            or "forward" in child.__dict__  # which calls the stock class's
+            or owned & (named | _named_by(child, named))
+        ):
             yield (*way, name)
         yield from _below(child, (*way, name), named, ())
+
+
+# Whose code was looked through; others' may read what is below a module in ways that its names do not tell.
+_KNOWN = ("transformers.", "torch.nn.")
 
 
 def _runs_nothing(module: nn.Module) -> bool:
@@ -136,19 +163,30 @@ def _owned(module: nn.Module) -> set[str]:
     return whole | {"parameter of a list"} if isinstance(module, (nn.ParameterList, nn.ParameterDict)) else whole
 
 
-@functools.cache
-def code_names(kind: type[nn.Module]) -> frozenset[str]:
-    """The names in the code that a module of class ``kind`` may run for a call.
+def _named_by(child: nn.Module, named: frozenset[str]) -> frozenset[str]:
+    """The names in the methods of ``child`` that are named in its parent's code."""
+    kind: Any = child._stock if isinstance(child, Fused) else type(child)
+    own = {name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)} & named
+    methods = [name for name in own - {"forward"} if isinstance(getattr(kind, name), types.FunctionType)]
+    return frozenset().union(*(code_names(kind, name) for name in methods))
 
-    That is its forward, its methods and the functions of its file that are named there, and so on.
+
+@functools.cache
+def code_names(kind: type[nn.Module], method: str = "forward") -> frozenset[str]:
+    """The names in the code that a module of class ``kind`` may run for a call of ``method``.
+
+    That is the method itself, others and the functions of its file that are named there, and so on.
     """
-    found, seen, wanted = {"parameter of a list"}, set[Any](), [inspect.unwrap(kind.forward)]
+    found, seen, wanted = {"parameter of a list"}, set[Any](), [inspect.unwrap(getattr(kind, method))]
     while wanted:
         function = wanted.pop()
         codes = [getattr(function, "__code__", None)]
         if codes[0] is None or codes[0] in seen:
             continue
         seen.add(codes[0])
+        if "__class__" in codes[0].co_freevars:  # super()
+            inherited = [vars(base).get(function.__name__) for base in kind.__mro__]
+            wanted += [inspect.unwrap(each) for each in inherited if callable(each)]
         names: set[str] = set()
         while codes:
             code: Any = codes.pop()
