@@ -62,8 +62,8 @@ def fuse(
 
     Raises:
         TypeError: ``model`` is not a module, or ``mesh`` not a mesh.
-        ValueError: ``strict`` or ``check`` fails, or ``mesh`` is given for a model that was fused without one, or that
-            torch's pruning or weight norm computes parameters of. The model stays unchanged.
+        ValueError: ``strict`` or ``check`` fails, or ``mesh`` is given for a model that was fused without one, that has
+            lazy parameters, or hooks of torch's pruning or weight norm. The model stays unchanged.
         RuntimeError: a matcher fails, which is an error of ours or of yours. The model stays unchanged.
     """
     if not isinstance(model, nn.Module):

@@ -85,8 +85,6 @@ class _Odd(nn.Module):
         x, way = self.split(x) * self.number, self.way
         if way in ("checkpoint", "reentrant checkpoint"):
             return checkpoint(self._scaled, x, use_reentrant=way != "checkpoint")
-        if way == "data":
-            self.scale.data = self.scale.data * 0.5
         if way == "a new parameter" and self.training:
             self.scale = nn.Parameter(self.scale.detach() + 1)
             self.training = False
@@ -95,7 +93,7 @@ class _Odd(nn.Module):
         return y
 
 
-WAYS = ["checkpoint", "reentrant checkpoint", "data", "a new parameter", "lambda", "a computed name"]
+WAYS = ["checkpoint", "reentrant checkpoint", "a new parameter", "lambda", "a computed name"]
 WAYS += ["a forward of its own"]
 
 
@@ -157,8 +155,8 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 
 def _apart(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     assert len(ours) == len(theirs)
-    scale = max(float(x.detach().norm()) for x in theirs)
-    return max(float((_whole(a) - b.detach()).norm()) for a, b in zip(ours, theirs)) / scale
+    scale = max(float(x.detach().double().norm()) for x in theirs)
+    return max(float((_whole(a) - b.detach()).double().norm()) for a, b in zip(ours, theirs)) / scale
 
 
 def _reads(rank: int, world: int) -> list[float]:
