@@ -58,7 +58,7 @@ def layer_choice(
     """What a layer with ``weight`` [F, D] will run, of as many tokens as it takes."""
     offer = None if device.type == "cuda" else cpu.offer(None, (weight,), weight.dtype, activation, not training)
     stock_wins = None
-    if device.type == "cuda" and torch.cuda.is_available() and impl == dispatch.default_impl() == "auto":
+    if device.type == "cuda" and impl == dispatch.default_impl() == "auto":
         stock_wins = _beaten(target.architecture(device), op, weight.dtype, tokens=sys.maxsize)
     return linear_act_choice(weight.dtype, device, impl, op=op, stock_wins=stock_wins, offer=offer)
 
@@ -72,9 +72,12 @@ def measured(
     op: str,
 ) -> str | None:
     """The committed measurement by which the stock calls beat this forward launch, or None."""
-    if not x.is_cuda:
+    if not x.is_cuda and dispatch.stand_in is None:
         return None
-    arch = target.architecture(x.device)
+    device = dispatch.stand_in or x.device
+    if device.type != "cuda":
+        return None
+    arch = target.architecture(device)
     if beaten := _beaten(arch, op, dtype, x.shape[:-1].numel()):
         return beaten
 
@@ -96,7 +99,7 @@ def _beaten(arch: str, op: str, dtype: torch.dtype, tokens: int) -> str | None:
     """Why the stock calls win whatever the sizes: they did at every size of the kind that was measured."""
     if dtype == torch.float32 and arch.startswith("sm_") and not target.allow_tf32():
         return (
-            "without tensor cores cuBLAS takes a tenth of the kernel's time (bench/results/nvidia-h200/candidates.json)"
+            "in fp32 without tf32 cuBLAS takes a tenth of the kernel's time (bench/results/nvidia-h200/candidates.json)"
         )
     few = isinstance(tokens, int) and tokens <= FEW_TOKENS
     if op == "gated_linear" and arch == "sm_90" and dtype.itemsize == 2 and not few:

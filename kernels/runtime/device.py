@@ -14,6 +14,8 @@ import torch
 from . import cache_key, launcher
 from .chips import described
 
+# Stands for a GPU that is asked about where there is none (``explain``, the planner): its measurements decide.
+ASSUMED = "sm_90"
 # Stands for the chip where kernels are interpreted: small blocks, so that small tests still cross tile borders.
 INTERPRETER = "interpreter"
 _INTERPRETER_PROGRAMS = 3  # not a divisor of usual tile counts
@@ -145,7 +147,7 @@ def setting() -> Any:
 
 
 def architecture(device: torch.device) -> str:
-    """The chip as codegen targets are called ("sm_90", "gfx942"), or INTERPRETER on a CPU."""
+    """The chip as codegen targets are called ("sm_90", "gfx942"): INTERPRETER on a CPU, ASSUMED for a missing GPU."""
     if _capture is not None and device.type == "meta":
         return _capture.arch
     return _own_architecture(device)
@@ -156,6 +158,8 @@ def _own_architecture(device: torch.device) -> str:
     assert device.type != "meta", "meta tensors have a chip only inside capture()"
     if device.type == "cpu":
         return INTERPRETER
+    if not torch.cuda.is_available():
+        return ASSUMED
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return str(properties.gcnArchName).partition(":")[0]

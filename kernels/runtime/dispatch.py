@@ -153,15 +153,15 @@ def interpreter_breaks() -> str | None:
 @contextlib.contextmanager
 def choosing_for(device: torch.device) -> Iterator[None]:
     """Within the block ops choose as they do on ``device``, wherever their tensors are: for fake tensors."""
-    global _stand_in
-    outer, _stand_in = _stand_in, device
+    global stand_in
+    outer, stand_in = stand_in, device
     try:
         yield
     finally:
-        _stand_in = outer
+        stand_in = outer
 
 
-_stand_in: torch.device | None = None
+stand_in: torch.device | None = None  # that of choosing_for
 
 
 def uses_reference(impl: str, on: torch.Tensor) -> bool:
@@ -169,7 +169,7 @@ def uses_reference(impl: str, on: torch.Tensor) -> bool:
     oneDNN implementation."""
     impl = _AUTO if impl == "auto" else impl  # asked(), without a call for each launch
     if impl == "auto":
-        return (on.is_cpu or on.is_meta) and _stand_in is None
+        return (on.is_cpu or on.is_meta) and stand_in is None
     return impl == "reference" or (impl == "onednn" and on.is_cpu)
 
 
@@ -197,7 +197,7 @@ def choose(
     """
     if _row_invariant:
         stock_wins = None  # it picks its algorithm by the number of rows
-    device = _stand_in or device
+    device = stand_in or device
     if torch.compiler.is_compiling():
         return _decide(op, device, impl, unsupported, stock_wins, onednn)
     key = (op, device, impl, unsupported, stock_wins, onednn)

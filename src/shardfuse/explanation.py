@@ -17,6 +17,7 @@ from rich.text import Text
 from torch import nn
 
 from .kernels.runtime.checks import type_name
+from .kernels.runtime.device import architecture
 from .kernels.runtime.onednn import packed_bytes
 from .kernels.runtime.printing import Sheet, figure, prose, text_of, unbroken
 from .layers import block
@@ -96,7 +97,7 @@ class Explanation:
     def __rich__(self) -> Group:
         reasons = _Reasons()
         head = (
-            f"{self.device}, {self.ranks} tensor-parallel rank{'s' if self.ranks > 1 else ''}, "
+            f"{_as_on(self.device)}, {self.ranks} tensor-parallel rank{'s' if self.ranks > 1 else ''}, "
             f"{self.parameters:,} parameters, {self.parameters_per_rank:,} per rank"
             + (f", {self.packed / 1e6:,.1f} MB of weights packed for inference beside them" if self.packed else "")
         )
@@ -127,14 +128,15 @@ class Explanation:
 
     def _moved(self) -> list[RenderableType]:
         """The table of memory."""
-        title = f"a training forward of {list(self.batch)} as on {self.device}, before and after fuse"
+        title = f"a training forward of {list(self.batch)} as on {_as_on(self.device)}, before and after fuse"
         if self.not_counted:
             return [Text(f"{title}: {self.not_counted}")]
         columns = [figure(heading) for heading in ("layers", "kept for backward", "ops", "bytes moved")]
         table = Sheet(unbroken("module"), *columns, title=f"{title} (counted on fake tensors, not timed)")
         for each in self.moved:
             kept, ops, moved = ((getattr(each.stock, of), getattr(each.fused, of)) for of in ("kept", "ops", "moved"))
-            table.add(each.path, str(each.layers), _sizes(*kept), f"{ops[0]:,} -> {ops[1]:,}", _sizes(*moved))
+            layers = "" if each is self.moved[-1] else str(each.layers)
+            table.add(each.path, layers, _sizes(*kept), f"{ops[0]:,} -> {ops[1]:,}", _sizes(*moved))
         return [table]
 
     def _across(self, reasons: _Reasons) -> Sheet:
@@ -151,6 +153,12 @@ class Explanation:
 
     def __str__(self) -> str:
         return text_of(self)
+
+
+def _as_on(device: torch.device) -> str:
+    """The device for people, with the chip that stands for a GPU where there is none."""
+    absent = device.type == "cuda" and not torch.cuda.is_available()
+    return f"{device} ({architecture(device)}: there is no GPU here)" if absent else str(device)
 
 
 class _Reasons:
@@ -192,7 +200,7 @@ def explain(
     For such a model, pass an input or ``batch``, the shape of its token ids, such as (4, 2048). A second table then
     shows for each fused module, before and after ``fuse``, the bytes that it keeps for backward, the number of its ops
     and the bytes that these move. They are counted on fake tensors, for the ops of the requested device, which this
-    machine need not have.
+    machine need not have: without a GPU, "cuda" is Hopper's (sm_90), whose measurements decide then.
 
     Raises TypeError for a ``model`` that is no module. Raises ValueError for an ``x`` that is neither an input nor a
     device, and for a ``batch`` that is no shape or is given beside an input.
