@@ -22,6 +22,7 @@ _UP = "llama3-8b-tp1-up-t8192-d4096-f14336-gelu_tanh-bfloat16"
 _GPT = "gpt3-13b-tp1-up-t4096-d5120-f20480-gelu_tanh-bfloat16"
 _MLP = "mlp-t4096-d4096-f16384-bfloat16"
 _NORM = "rms_norm-t8192-d4096-bf16-residual_same"
+_LLAMA = "llama3-8b-2-layers-t4096-bf16"
 _PREFILL = "s1-t8192-n32k8h128-page16-bf16"
 _CUBLAS, _COPY = "cuBLAS x @ w.T", "copy of the bytes"
 _SMALL = "forward without gradients, us"
@@ -49,6 +50,9 @@ HEADLINES: tuple[Name, ...] = (
     ("linear_act", _UP.replace("bfloat16", "float32"), "forward, us", "cuBLAS x @ w.T in IEEE fp32"),
     ("linear_act", _GPT.replace("tanh", "erf"), "host time, us", "eager plus 10 us"),
     ("cache_write", "llama8b-t8192-k8-h128-p16-bf16", "write, us", _COPY),
+    *(("train_step", _LLAMA, "forward + backward + AdamW, us", peer) for peer in ("stock torch", "Liger")),
+    ("train_step", _LLAMA, "peak bytes", "stock torch"),
+    ("train_step", _LLAMA, "forward + backward + AdamW, us", "torch.compile"),  # slow: the first of its phase
 )
 SPIN = ("overlap", "all_reduce_norm")  # benchmarks whose kernels wait for flags, and so may wait for ever
 

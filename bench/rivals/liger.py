@@ -1,9 +1,9 @@
-"""Liger's norms, rotation and gated activation: signatures of liger-kernel 0.8.5. No GPU has run this adapter."""
+"""Liger's norms, rotation, gated activation and Llama, of liger-kernel 0.8.5. No GPU has run this adapter."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,27 @@ def gated(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None],
 
 
 _MULTIPLY = {"silu": ("swiglu", "LigerSiLUMulFunction"), "gelu_tanh": ("geglu", "LigerGELUMulFunction")}
+
+
+def llama(model: torch.nn.Module) -> Callable[..., Any]:
+    """Puts Liger's kernels into a Llama of transformers, and returns its call.
+
+    Liger replaces names in the module of Llama's code, too, its rotation only there: this call alone sees them.
+    """
+    code = vars(importlib.import_module("transformers.models.llama.modeling_llama"))
+    stock = dict(code)
+    importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
+    patched = {name: value for name, value in code.items() if stock.get(name) is not value}
+    code.update(stock)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        code.update(patched)
+        try:
+            return model(*args, **kwargs)
+        finally:
+            code.update(stock)
+
+    return call
 
 
 def _refuses_rms_norm(case: Case) -> str:

@@ -230,13 +230,13 @@ def _memory_row(settings: Settings, shape: Shape, metric: str, target: float | N
         operands = Operands.of(shape, settings.device)
         operands.weight.requires_grad_(metric == TRAINED)
         sides = (_ours(settings), _eager)
-        ours, eager = (Timing(_peak(partial(_step, loss, operands), settings.device)) for loss in sides)
+        ours, eager = (Timing(peak(partial(_step, loss, operands), settings.device)) for loss in sides)
         return ours, eager
 
     return Measurement(shape.name, metric, "eager", target, run)
 
 
-def _peak(step: Callable[[], object], device: torch.device) -> int:
+def peak(step: Callable[[], object], device: torch.device) -> int:
     """The most bytes that ``step`` has allocated at once, by the allocator's count."""
     if device.type == "cuda":
         step()  # allocates the workspaces

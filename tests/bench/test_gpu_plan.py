@@ -29,9 +29,11 @@ def planned() -> dict[plan.Name, Measurement]:
 
 def test_the_headlines_come_first_and_what_may_hang_last(planned):
     names = [step.name for step in plan.steps(planned, 0.5, {})]
-    assert names[: len(plan.HEADLINES)] == list(plan.HEADLINES)
-    assert len(plan.HEADLINES) == 25
-    others = [name for name, *_ in names[len(plan.HEADLINES) :]]
+    headlines = [name for name in plan.HEADLINES if name in planned]
+    assert names[: len(headlines)] == headlines
+    assert {name[3] for name in set(plan.HEADLINES) - set(headlines)} <= {"Liger", "torch.compile"}  # missing; slow
+    assert len(plan.HEADLINES) == 29
+    others = [name for name, *_ in names[len(headlines) :]]
     assert set(others[min(map(others.index, plan.SPIN)) :]) == set(plan.SPIN)
     assert len(names) == len(set(names)) == len(planned) > 150
 

@@ -22,6 +22,7 @@ from shardfuse.bench.harness.implementation import load, of_rival
 from shardfuse.bench.harness.ops import find_op
 from shardfuse.bench.harness.rivals import Rival, built_in, find_rival, listed
 from shardfuse.bench.harness.verify import split, verify, verify_case
+from shardfuse.bench.rivals import liger
 from shardfuse.cli import app
 from shardfuse.kernels.dev import registry
 
@@ -38,6 +39,28 @@ def _run(inputs: dict[str, Any], case: registry.Case) -> dict[str, torch.Tensor]
 def _rival(name: str, op: str) -> Rival:
     (found,) = (each for each in built_in() if (each.name, each.op) == (name, op))
     return found
+
+
+def test_ligers_llama_leaves_others_as_they_were(monkeypatch: pytest.MonkeyPatch):
+    """Liger replaces the rotation in the module of Llama's code, whichever model it is told to patch."""
+    code = pytest.importorskip("transformers.models.llama.modeling_llama")
+    stock, rotated = code.apply_rotary_pos_emb, []
+
+    def apply_liger_kernel_to_llama(model: Any) -> None:
+        rotate = lambda *args, **options: rotated.append(model) or stock(*args, **options)
+        monkeypatch.setattr(code, "apply_rotary_pos_emb", rotate)
+
+    name = "liger_kernel.transformers"
+    rival_stand_ins.install(monkeypatch, name, apply_liger_kernel_to_llama=apply_liger_kernel_to_llama)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    theirs, other = (code.LlamaForCausalLM(code.LlamaConfig(vocab_size=16, **sizes)) for _ in range(2))
+    call, tokens = liger.llama(theirs), torch.arange(4)[None]
+    other(tokens)
+    assert code.apply_rotary_pos_emb is stock
+    assert rotated == []
+    call(tokens)
+    assert code.apply_rotary_pos_emb is stock
+    assert rotated == [theirs]
 
 
 # --- found or skipped -------------------------------------------------------------------------------------------------
