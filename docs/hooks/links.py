@@ -2,7 +2,7 @@
 
 A path here is a path in the repository (``docs/fuse.md``, ``README.md``, ``examples/train_over_ranks.py``), and a page
 is the source path of a page in the site, relative to ``docs/``. A file outside ``docs/`` that a document links has a
-page below ``repository/``.
+page below ``repository/``. A picture in ``docs/`` is a file of the site as it is.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ DOCUMENTS = "docs/"
 # The documents at the root that are pages even if nothing links them.
 PROJECT = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 
+# What ends the README's first screen, and what shows in docs/index.md that the site has that first screen above.
+END_OF_FIRST_SCREEN = "<!-- end of the first screen -->"
+FIRST_SCREEN = "<!-- on the site, the first screen of README.md is in the place of all above -->"
+
+_PICTURES = (".svg", ".png")
 _CODE = re.compile(r"^( *)(```|~~~).*?^\1\2[^\n]*$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
-_ELSEWHERE = re.compile(r"[a-z][a-z+.-]*:|#|/")
+_ELSEWHERE = re.compile(r"[a-z][a-z+.-]*:|/")
+_COMMENT = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
 
 
 def page_of(path: str) -> str:
-    """The page of the file at ``path``."""
-    if path.startswith(DOCUMENTS) and path.endswith(".md"):
+    """The page of the file at ``path``, or the picture itself."""
+    if path.startswith(DOCUMENTS) and path.endswith((".md", *_PICTURES)):
         return path.removeprefix(DOCUMENTS)
     return f"repository/{path}" if path.endswith(".md") else f"repository/{path}.md"
 
@@ -46,12 +52,25 @@ def for_the_site(markdown: str, path: str, page: str = "") -> str:
 
     ``page`` is where the text is shown, by default the document's own page.
     """
+    page = page or page_of(path)
 
     def to_page(link: str) -> str:
         target, anchor = _target(link, path)
-        return posixpath.relpath(page_of(target), posixpath.dirname(page or page_of(path)) or ".") + anchor
+        if link == anchor and page == page_of(path):
+            return link
+        return posixpath.relpath(page_of(target), posixpath.dirname(page) or ".") + anchor
 
     return _replace(markdown, to_page)
+
+
+def with_first_screen(markdown: str, path: str, readme: str) -> str:
+    """The page of the document at ``path``, which begins with the first screen of ``readme``, with links for the site.
+
+    Raises ValueError where a document does not have its mark once.
+    """
+    first, _ = _halves(readme, END_OF_FIRST_SCREEN, "README.md")
+    _, rest = _halves(markdown, FIRST_SCREEN, path)
+    return for_the_site(_COMMENT.sub("", first), "README.md", page_of(path)) + for_the_site(rest, path)
 
 
 def linked_files(documents: dict[str, str]) -> set[str]:
@@ -77,10 +96,18 @@ def read_documents() -> dict[str, str]:
     return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
 
 
+def _halves(markdown: str, mark: str, path: str) -> list[str]:
+    """What is before ``mark`` in the document at ``path``, and what is after it."""
+    halves = markdown.split(mark)
+    if len(halves) != 2:
+        raise ValueError(f"{path} has {len(halves) - 1} lines {mark}: the site's first page needs one")
+    return halves
+
+
 def _target(link: str, path: str) -> tuple[str, str]:
     """The path that ``link`` in the document at ``path`` leads to, and its anchor with the #."""
     target, mark, anchor = link.partition("#")
-    return posixpath.normpath(posixpath.join(posixpath.dirname(path), target)), mark + anchor
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) if target else path, mark + anchor
 
 
 def _replace(markdown: str, change: Callable[[str], str]) -> str:

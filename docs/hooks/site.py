@@ -1,4 +1,7 @@
-"""What mkdocs calls while it builds the site: pages of files outside ``docs/``, the API reference, the final check."""
+"""What mkdocs calls while it builds the site: the first page, pages of files outside ``docs/``, the API reference.
+
+At the end it looks for what pages would load from other hosts.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 # Warnings of loggers below "mkdocs" end a strict build.
 _log = logging.getLogger("mkdocs.hooks.site")
+FIRST_PAGE = "index.md"
 _LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml"}
 
 
@@ -33,13 +37,18 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """The page's text with links to files of the repository turned into links to their pages."""
+    """The page's text with links to files of the repository turned into links to their pages.
+
+    The first page also gets the README's first screen.
+    """
     source = page.file.src_uri
     if source.startswith("reference/"):
         return markdown
     if source.startswith("repository/"):
         path = source.removeprefix("repository/")
         return links.for_the_site(markdown, path) if path in links.PROJECT else markdown
+    if source == FIRST_PAGE:
+        return _first_page(markdown, links.DOCUMENTS + source)
     return links.for_the_site(markdown, links.DOCUMENTS + source)
 
 
@@ -50,6 +59,15 @@ def on_post_build(config: Any) -> None:
         if file.suffix in find:
             for address in find[file.suffix](file.read_text(encoding="utf-8")):
                 _log.warning("%s loads %s: take it out, or keep a copy", file.relative_to(config["site_dir"]), address)
+
+
+def _first_page(markdown: str, path: str) -> str:
+    """The site's first page, whose text is the document at ``path``: it begins with the README's first screen."""
+    readme = (links.ROOT / "README.md").read_text(encoding="utf-8")
+    try:
+        return links.with_first_screen(markdown, path, readme)
+    except ValueError as error:
+        raise PluginError(str(error)) from error
 
 
 def _content(path: str) -> str:

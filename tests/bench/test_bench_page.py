@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import chromium
 from typer.testing import CliRunner
 
 from shardfuse.bench.harness.benchmark import Work
@@ -26,7 +26,6 @@ from shardfuse.bench.page.markup import LogScale
 from shardfuse.cli import app
 
 ROOT = Path(__file__).parents[2]
-CHROMIUM = shutil.which("chromium")
 MARKUP = "<b id=planted>t64</b></script><img src=x onerror='document.title=1'>\""
 ORIGIN = {"date": "2031-05-01T00:00:00+00:00", "commit": "abc123", "dirty": False, "torch": "2.13.0", "triton": "3.7.1"}
 GPU = "Some GPU"
@@ -243,13 +242,8 @@ def test_a_history_needs_a_page_and_a_place_that_can_be_written(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed: on Debian and Ubuntu, apt install chromium")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 def test_filters_hide_rows_and_marks_and_nothing_is_wider_than_the_window(browser: Any, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 ON_A_CPU, BATCHING, HUB, SERVING = "cpu-0", "integrations-0", "integrations-1", "serving-0"
 CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-8")
 CLIENTS, ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-7", "serving-9", "serving-10", "serving-11"
-SERVER, START, PLANNING, PREPARING = "server-0", "index-0", "plan-0", "training-0"
+SERVER, PLANNING, PREPARING = "server-0", "plan-0", "training-0"
 EMULATED = "gpu-0"  # by tests/kernels/test_ptx_script.py
 
 
@@ -64,7 +64,6 @@ def test_every_snippet_is_run():
         *FUSING,
         FOREIGN,
         SERVER,
-        START,
         PLANNING,
         PREPARING,
         ON_A_CPU,
@@ -271,13 +270,6 @@ def test_a_foreign_model_trains():
     left = _run(PYTHON[FOREIGN])
     model, text = left["model"], left["text"]
     assert model.evaluate(text[:, :-1], text[:, 1:]) < left["loss"]
-
-
-def test_the_first_page(capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("transformers")
-    model = _run(PYTHON[START])["model"]
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    assert "gated_linear" in capsys.readouterr().out
 
 
 def test_batching_on_our_kernel():

@@ -1,14 +1,12 @@
 """The site: its links, its reference and its page of proofs, by text alone.
 
-The site is built where mkdocs is installed (``make docs``).
+The site is built where mkdocs is installed (``make docs``); test_site_browser.py looks at it in a browser.
 """
 
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,7 +17,6 @@ import shardfuse
 from shardfuse import testing
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS_PYTHON = ROOT / ".side" / "docs" / "bin" / "python"
 HOOKS = str(ROOT / "docs" / "hooks")
 sys.path.insert(0, HOOKS)
 try:
@@ -46,6 +43,28 @@ def test_links_become_links_to_pages():
     assert links.for_the_site("[a](docs/fuse.md) [b](LICENSE)", "README.md") == "[a](../fuse.md) [b](LICENSE.md)"
     block = "```text\n[a](b.md)\n```\n"
     assert links.for_the_site(block, "README.md") == block
+
+
+def test_an_anchor_of_another_page_and_a_picture():
+    assert links.for_the_site("[a](#x)", "docs/cpu.md") == "[a](#x)"
+    assert links.for_the_site("[a](#x)", "docs/cpu.md", "reference/ops.md") == "[a](../cpu.md#x)"
+    assert links.for_the_site("![a](docs/a.svg)", "README.md") == "![a](../a.svg)"
+    assert links.linked_files({"README.md": "![a](docs/overview.svg)"}) == set(links.PROJECT)
+
+
+def test_the_first_page_begins_with_the_readme():
+    first = "# a\n\n<!-- results -->\n\n![b](docs/b.svg) [c](docs/c.md#d) [e](CHANGELOG.md) [f](#later)\n\n"
+    readme = f"{first}{links.END_OF_FIRST_SCREEN}\n\n## later\n"
+    page = f"# documents\n\n{links.FIRST_SCREEN}\n\n[g](../README.md)\n"
+    found = links.with_first_screen(page, "docs/index.md", readme).split()
+    linked = ["![b](b.svg)", "[c](c.md#d)", "[e](repository/CHANGELOG.md)", "[f](repository/README.md#later)"]
+    assert found == ["#", "a", *linked, "[g](repository/README.md)"]
+    for wrong in ("# documents\n", page + page):
+        with pytest.raises(ValueError, match=r"docs/index\.md has [02] lines <!-- on the site"):
+            links.with_first_screen(wrong, "docs/index.md", readme)
+    for wrong in (first, readme + readme):
+        with pytest.raises(ValueError, match=r"README\.md has [02] lines <!-- end of the first screen -->"):
+            links.with_first_screen(page, "docs/index.md", wrong)
 
 
 def test_what_a_page_loads_from_other_hosts_is_found():
@@ -79,6 +98,12 @@ def test_the_navigation_names_every_page_once():
     named = Counter(re.findall(r"[\w/]+\.md$", navigation, re.MULTILINE))
     pages = [links.page_of(path) for path in DOCUMENTS]
     assert named == Counter([*pages, *reference.pages()])
+
+
+def _headings(markdown: str) -> list[str]:
+    """The headings of a document as the site shows them; those with code, links or other markup are left out."""
+    text = re.sub(r"^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    return [f">{heading}<a" for heading in re.findall(r"^#+ ([^`*\[&<\n]+)$", text, re.MULTILINE)]
 
 
 def _marks(path: str) -> dict[str, list[str]]:
@@ -115,14 +140,20 @@ def test_every_composed_case_names_its_test():
         assert re.search(r"`test_\w+`", row), row
 
 
-@pytest.mark.skipif(not DOCS_PYTHON.exists(), reason="mkdocs is not installed (make docs)")
-def test_the_site_builds(tmp_path: Path):
-    """Strictly: a dead link or anchor, or a file of another host that a page would load, fails it."""
-    command = [str(DOCS_PYTHON), "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_site_has_every_public_name_once(site: Path):
     names = set(shardfuse.__all__) - {"__version__"}
-    html = "".join(file.read_text() for file in (tmp_path / "site" / "reference").glob("*.html"))
+    html = "".join(file.read_text() for file in (site / "reference").glob("*.html"))
     anchors = Counter(re.findall(r'<h\d id="shardfuse\.(\w+)"', html))
     assert {name: count for name, count in anchors.items() if name != "testing"} == dict.fromkeys(names, 1)
+
+
+def test_the_site_begins_with_the_first_screen(site: Path):
+    html = (site / "index.html").read_text()
+    first, _, rest = DOCUMENTS["README.md"].partition(links.END_OF_FIRST_SCREEN)
+    shown = [heading in html for heading in _headings(first) + _headings(rest)]
+    assert shown == [True] * len(_headings(first)) + [False] * len(_headings(rest))
+    assert _headings(rest)
+    picture = re.search(r'<img [^>]*src="([^"]+)"', html)
+    assert picture
+    assert (site / picture[1]).is_file()
+    assert "<!--" not in html

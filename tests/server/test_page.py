@@ -10,7 +10,6 @@ import copy
 import json
 import math
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
+from browser import CHROMIUM, FLAGS, MISSING
 
 from shardfuse.testing import save_tiny_hf, tiny_engine
 
@@ -35,17 +35,6 @@ PAGE = ROOT / "serving" / "server" / "page.html"
 LIMIT_S = 60.0  # for what takes milliseconds: a test fails instead of waiting for ever
 EOS = 257  # of the tiny tokenizer
 MARKUP = "<b id=planted>bold</b><img src=x onerror='document.title=1'>"
-CHROMIUM = shutil.which("chromium")
-FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 
 
 @dataclass
@@ -174,7 +163,7 @@ def test_stats_hold_the_points_after_a_time(server: Running) -> None:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A window of a fresh profile."""
     if CHROMIUM is None:
-        pytest.skip("Chromium is not installed: on Debian and Ubuntu, apt install chromium")
+        pytest.skip(MISSING)
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(

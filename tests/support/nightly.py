@@ -63,6 +63,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
     (
         Part("make codegen-all TARGETS='sm_90'", 450),
         Part("make docs", 25),
+        Part("make test-site", 45),
     ),
     (
         Part("make test-portable ARGS='--run 2 --half 1'", 290),
