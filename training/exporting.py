@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from ..layers.hf.config import CONFIG, GENERATION
 from ..layers.hf.folders import export_hf
+from ..layers.hf.tokenizers import holds_tokenizer, save_byte_tokenizer
 from ..layers.transformer import ParallelTransformer
 from ..parallel.core import agreement
 from ..parallel.core.mesh import everyone
@@ -19,11 +21,20 @@ from .settings import RunSettings
 def export(model: ParallelTransformer, settings: RunSettings, tokens: Tokens, folder: Path) -> None:
     """Write ``model`` into ``folder``, beside the tokenizer that made ``tokens`` and the settings for generation.
 
-    These are the tokenizer's folder's, else those of the model that the run started from. An answer ends at the token
-    at which the answers of the data end, too. Collective. Raises the errors of ``export_hf``.
+    These are the tokenizer's folder's, else those of the model that the run started from; a model of bytes gets a
+    tokenizer of bytes, if the package tokenizers is installed. An answer ends at the token at which the answers of the
+    data end, too. Collective. Raises the errors of ``export_hf``.
     """
     export_hf(model, folder, like=settings.data.tokenizer)
-    agreement.on_first(everyone(), lambda: settle_generation(settings, tokens, folder))
+    agreement.on_first(everyone(), lambda: _complete(settings, tokens, folder))
+
+
+def _complete(settings: RunSettings, tokens: Tokens, folder: Path) -> None:
+    """Add to the exported ``folder`` what its weights and config are served with, on one rank."""
+    settle_generation(settings, tokens, folder)
+    if tokens.of_bytes and not holds_tokenizer(folder):
+        with contextlib.suppress(ImportError):
+            save_byte_tokenizer(folder)
 
 
 def settle_generation(settings: RunSettings, tokens: Tokens, folder: Path) -> None:

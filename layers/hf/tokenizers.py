@@ -1,12 +1,17 @@
-"""The tokenizer in a folder of transformers."""
+"""The tokenizer in a folder of transformers, and one of bytes for a model that has none."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config import COMPANIONS, GENERATION
 from .pretrained import refusals_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _SAVE = "tokenizer.save_pretrained(folder) of transformers writes one"
 
@@ -34,10 +39,45 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as error:  # transformers raises many kinds of errors
         raise ValueError(f"{folder}: its tokenizer cannot be loaded ({_SAVE}): {error}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without the files
-        raise ValueError(f"{folder}: its tokenizer knows no text, so its files are missing: {_SAVE}")
+        raise ValueError(f"{folder}: a tokenizer's files are missing there: {_SAVE}")
     return tokenizer
 
 
 def holds_tokenizer(folder: Path) -> bool:
     """Whether ``folder`` has any of a tokenizer's files."""
     return any(next(folder.glob(pattern), None) for pattern in COMPANIONS if pattern != GENERATION)
+
+
+def byte_tokenizer(special: Sequence[str] = ()) -> Tokenizer:
+    """A ``tokenizers.Tokenizer`` for which a text's ids are its UTF-8 bytes; the ids of ``special`` begin at 256.
+
+    ``encode(text).ids == list(text.encode())`` for a text without special tokens, and ``decode`` is its inverse.
+    Raises ImportError without the package tokenizers.
+    """
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError as error:
+        raise ImportError(
+            "a tokenizer of bytes: the package tokenizers is not installed: pip install 'shardfuse[hf]', which has it"
+        ) from error
+    tokenizer: Any = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(_letters())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return tokenizer
+
+
+def save_byte_tokenizer(folder: Path, special: Sequence[str] = (), **settings: str) -> None:
+    """Write :func:`byte_tokenizer` and its ``settings`` so that ``AutoTokenizer.from_pretrained(folder)`` loads it."""
+    byte_tokenizer(special).save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
+
+
+def _letters() -> list[str]:
+    """ByteLevel's character for each byte: printable Latin-1 characters for themselves (Radford et al., GPT-2), and
+    characters from U+0100 on for the other bytes.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]

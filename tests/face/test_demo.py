@@ -21,8 +21,10 @@ import pytest
 import sockets
 import torch
 from launched import Leftovers
+from typer.testing import CliRunner
 
 from shardfuse import TransformerConfig, load_hf
+from shardfuse.cli import app
 from shardfuse.commands.demo import COMPARED_STEPS, DemoOptions, _at_degree, run_demo
 from shardfuse.commands.demo_serving import MAX_NUM_SEQS, REQUESTS, agrees, could_pick, make_requests, printable
 from shardfuse.layers.transformer import ParallelTransformer
@@ -113,6 +115,11 @@ def test_demo_from_training_to_serving(leftovers: Any, tmp_path: Path):
         assert said in output
     model = load_hf(out / "model")
     assert 1e6 < sum(param.numel() for param in model.parameters()) < 2e6
+    assert "shardfuse serve shardfuse-demo/model" in output
+    pytest.importorskip("transformers")
+    answer = CliRunner().invoke(app, ["generate", str(out / "model"), "--prompt", "import ", "--max-tokens", "8"])
+    assert answer.exit_code == 0, answer.output
+    assert answer.output
 
 
 def test_serving_covers_both_ways_of_choosing_tokens():

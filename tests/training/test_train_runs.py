@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardfuse import ParallelTransformer, TransformerConfig, export_hf, load_hf
 from shardfuse.commands.train import TrainOptions, run_train
+from shardfuse.layers.hf.tokenizers import holds_tokenizer, load_tokenizer
 from shardfuse.parallel.checkpoint.checkpoint import save_checkpoint
 from shardfuse.parallel.core.rendezvous import loopback_store
 from shardfuse.training.folders import RunFolder
@@ -54,6 +55,24 @@ def test_a_run_keeps_the_ids_and_the_tokenizer_of_its_start(ranks: Any, case: An
     trained = tmp_path / "run" / "model"
     assert load_hf(trained).config == load_hf(tmp_path / "start").config == config
     assert (trained / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("numbers", [False, True], ids=["text", "numbers"])
+def test_a_model_of_bytes_has_a_tokenizer_of_bytes(ranks: Any, case: Any, tmp_path: Path, numbers: bool):
+    """Of text that was read as bytes: what the numbers in a file stand for is not known."""
+    pytest.importorskip("transformers")
+    np.save(tmp_path / "numbers.npy", np.arange(2000) % 256)
+    data = {"path": str(tmp_path / "numbers.npy")} if numbers else {}
+    model, checkpoint = {"num_layers": 1}, {"every": None}
+    settings = case.settings(tmp_path / "run", 1, steps=1, model=model, data=data, checkpoint=checkpoint)
+    ranks(1, case.run_body, settings.to_json())
+    folder = tmp_path / "run" / "model"
+    assert holds_tokenizer(folder) is not numbers
+    if not numbers:
+        text = "naïve\n\x00"
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
 
 
 class _ThirdLook:

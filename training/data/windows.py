@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -55,7 +56,8 @@ class Tokens:
     """A run's data: its windows to train on, and those to evaluate.
 
     ``source`` describes its origin, ``digest`` is its identity, and ``entropy`` that of the targets' own frequencies in
-    nats; None for bytes. ``ends`` are the special tokens that end the answers of chats.
+    nats; None for bytes. ``ends`` are the special tokens that end the answers of chats. ``of_bytes`` says whether each
+    token is a byte.
     """
 
     train: Windows | PackedWindows
@@ -64,6 +66,7 @@ class Tokens:
     digest: str | None = None
     entropy: float | None = None
     ends: tuple[int, ...] = ()
+    of_bytes: bool = False
 
 
 def load_tokens(path: Paths, *, seq: int, vocab_size: int, validation: Paths = None) -> Tokens:
@@ -75,12 +78,18 @@ def load_tokens(path: Paths, *, seq: int, vocab_size: int, validation: Paths = N
     path, validation = _one(path, "data.path"), _one(validation, "data.validation")
     if validation is not None:
         train, held_out = (_whole(each, seq, vocab_size) for each in (path, validation))
-        return Tokens(train, held_out, str(path))
-    if path is not None and Path(path).suffix == ".npy":
+        return Tokens(train, held_out, str(path), of_bytes=not (_is_numbers(path) or _is_numbers(validation)))
+    if _is_numbers(path):
         return _of_numbers(Path(path), seq, vocab_size)
     check_bytes(vocab_size)
     corpus = load_corpus(path, seq=seq, max_bytes=MAX_BYTES if path is None else TEXT_BYTES)
-    return Tokens(Windows(corpus.train, seq, vocab_size), Windows(corpus.held_out, seq, vocab_size), corpus.source)
+    train, held_out = (Windows(part, seq, vocab_size) for part in (corpus.train, corpus.held_out))
+    return Tokens(train, held_out, corpus.source, of_bytes=True)
+
+
+def _is_numbers(path: str | os.PathLike[str] | None) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether ``path`` names a file of token numbers."""
+    return path is not None and Path(path).suffix == ".npy"
 
 
 def _one(given: Paths, setting: str) -> str | os.PathLike[str] | None:
@@ -110,7 +119,7 @@ def check_bytes(vocab_size: int, start: str | None = None) -> None:
 
 def _whole(path: str | os.PathLike[str] | None, seq: int, vocab_size: int) -> Windows:
     """All windows of ``path``."""
-    if path is not None and Path(path).suffix == ".npy":
+    if _is_numbers(path):
         return Windows(_numbers(Path(path)), seq, vocab_size)
     check_bytes(vocab_size)
     return Windows(load_text(path, max_bytes=MAX_BYTES if path is None else TEXT_BYTES), seq, vocab_size)

@@ -7,6 +7,7 @@ when it is complete; ``report.html`` in it shows the run.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import cast
 
 import torch
 from rich.console import Console
+from rich.filesize import decimal
 from rich.padding import Padding
 
 from .. import __version__
@@ -25,6 +27,7 @@ from ..kernels.dev import registry
 from ..kernels.runtime import dispatch
 from ..kernels.runtime.printing import Sheet, prose, unbroken
 from ..layers.config import TransformerConfig
+from ..layers.hf.tokenizers import holds_tokenizer
 from ..layers.transformer import ParallelTransformer
 from ..training.checks import FACTOR, Agreement, compare_with_transformers, compare_with_unsharded, same_weights
 from ..training.data.corpus import Corpus, bigram_nats, load_corpus, unigram_nats
@@ -300,8 +303,10 @@ class _Demo:
             f"{stats.peak_blocks} blocks of {BLOCK_SIZE} at the peak"
         )
         out = self.options.out
-        for name in (CHECKPOINTS, EXPORT, REPORT, PAGE):
-            self._say(f"written      {out / name} ({_size(out / name) / 1e6:.1f} MB)")
+        for name in (CHECKPOINTS, EXPORT, SETTINGS, METRICS, REPORT, PAGE):
+            self._say(f"written      {out / name} ({decimal(_size(out / name))})")
+        if holds_tokenizer(out / EXPORT):
+            self._say(f"to serve it  shardfuse serve {shlex.quote(str(out / EXPORT))}")
         failed = [text for text, ok in self.checks if not ok]
         mark = "[bold green]ok[/]" if not failed else "[bold red]FAILED[/]"
         self.console.print(f"{mark}  {len(self.checks) - len(failed)} of {len(self.checks)} checks, {seconds:.0f} s")
