@@ -15,7 +15,15 @@ from ..parallel.core.sharding import local_tensors
 from ..parallel.mlp import RECOMPUTE, fused_mlp
 from ..parallel.overlap.partial_sum import PartialSum
 from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, held, project
-from .module import FusedGroup, Layer, TensorParallel, check_divides, hooked_everywhere, is_plain_module
+from .module import (
+    FusedGroup,
+    Layer,
+    TensorParallel,
+    check_divides,
+    held_outside_compile,
+    hooked_everywhere,
+    is_plain_module,
+)
 from .options import LayerKwargs, LayerOptions, Unpack
 
 SITE = "mlp"
@@ -98,8 +106,10 @@ class ParallelMLP(TensorParallel, Layer):
         layers = self._layers()
         plain = all(map(is_plain_module, layers))
         alone = plain and self.group.size == 1 and not (torch.compiler.is_compiling() or hooked_everywhere())
-        if alone and residual is None and self._small(x, layers[0]):
-            return functional.plain_mlp(x, [held(layer, *_PARAMETERS) for layer in layers], self.activation)
+        if alone and residual is None and not (self.recompute or self.fuse_wgrad_accumulation):
+            params = [held_outside_compile(layer, *_PARAMETERS) for layer in layers]
+            if functional.stays_plain(self.impl, x, params[0][0], not self.training):
+                return functional.plain_mlp(x, params, self.activation)
         *first, last = layers
         if not plain or self._composed(x):
             h = self._hidden(x, alone)
@@ -126,12 +136,6 @@ class ParallelMLP(TensorParallel, Layer):
         """This rank's part of :meth:`forward`, still to be summed over the ranks. Inference only, tokens replicated."""
         compare_call(self, self.group, x=x)
         return self._layers()[-1].partial_sum(self._hidden(x))
-
-    def _small(self, x: torch.Tensor, first: Any) -> bool:
-        """Whether this call, in one process, would run torch's own ops alone."""
-        if self.recompute or self.fuse_wgrad_accumulation:
-            return False
-        return functional.stays_plain(self.impl, x, held(first, "weight")[0], not self.training)
 
     def _composed(self, x: torch.Tensor) -> bool:
         """Whether the layers run one after the other although they could run as one function."""

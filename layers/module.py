@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -111,7 +111,13 @@ def held(module: nn.Module, *names: str) -> Any:
     """``getattr`` of each of the ``names``, None for an absent one; for parameters without nn.Module's slow search."""
     if torch.compiler.is_compiling():  # it warns of a function that remembers
         return [getattr(module, name, None) for name in names]
-    params, kind = module.__dict__["_parameters"], cast(Any, type(module))
+    return held_outside_compile(module, *names)
+
+
+def held_outside_compile(module: nn.Module, *names: str) -> Any:
+    """:func:`held` for a caller that knows that torch.compile does not trace it."""
+    params: Any = module.__dict__["_parameters"]
+    kind: Any = type(module)
     return [
         params[name] if name in params and not shadowed(kind, name) else getattr(module, name, None) for name in names
     ]
