@@ -191,7 +191,7 @@ fuzz: install  ## random layouts, starts and faults (SEED=, SECONDS= for each fu
 	  $(PYTEST) -q -s -m fuzz $(ARGS)
 
 .PHONY: test-all
-test-all: test test-nightly codegen-all test-portable test-oldest test-newest test-hosts test-server test-trained test-finetuned test-formats docs  ## everything, once a night
+test-all: test test-nightly codegen-all test-portable test-oldest test-newest test-hosts test-server test-trained test-finetuned test-formats docs test-site  ## everything, once a night
 
 # --- other machines ---------------------------------------------------------------------------------------------------
 
@@ -439,9 +439,9 @@ emulate-others: .side/wheels/$(LIGER)/.installed .side/wheels/$(VLLM_KERNELS)/.i
 # --- documents ---------------------------------------------------------------------------------------------------------
 
 .PHONY: front
-front: install  ## the README's picture and its results, from the committed result files
+front: install  ## the README's picture, and the results in documents, from committed files
 	@$(BIN)/python docs/overview.py
-	@$(BIN)/python -m shardfuse.bench.page.front README.md
+	@$(BIN)/python -m shardfuse.bench.page.front .
 
 # --- housekeeping -----------------------------------------------------------------------------------------------------
 
@@ -459,7 +459,12 @@ $(DOCS)/.installed: Makefile
 docs: $(DOCS)/.installed  ## the documentation site into site/; a dead link fails it
 	@# Not --quiet, with which warnings are not counted, and a strict build passes.
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build
-	@echo "site/index.html is the first page; to search, python -m http.server --directory site --bind 127.0.0.1"
+	@echo "site/index.html is the first page: a browser opens it from disk"
+
+# Without Chromium the tests in a browser are skipped.
+.PHONY: test-site
+test-site: install $(DOCS)/.installed  ## the site, built and shown in a browser: every page's width, and the search
+	@$(PYTEST) -q $(ARGS) tests/face/test_site.py tests/face/test_site_browser.py
 
 .PHONY: wheel
 wheel: install  ## build dist/*.whl

@@ -1,155 +1,232 @@
 #!/usr/bin/env python3
-"""Draw ``overview.svg`` for the README: the floors of the project, and one product that overlaps its all-gather.
+"""Draw ``overview.svg`` for the README: the time of one MLP over two GPUs, in stock torch and in shardfuse.
 
-The picture is a scheme: the lengths in it are no measurements. ``make front`` runs this file, and a test compares its
-output with the committed picture.
+Every length comes from the project's cost model, with the figures that ship for the H100; none is measured. The stock
+MLP runs an all-gather, a GEMM, a GeLU pass, a GEMM and a reduce-scatter, one after the other. In shardfuse, with
+``overlap="kernel"``, the transfers run under the GEMMs, and GeLU in the first one's epilogue, which nothing hides. Both
+sides form their products in the same time. ``make front`` runs this file, and a test compares its output with the
+committed picture.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+import torch
+
+from shardfuse.kernels.runtime import cost
+from shardfuse.kernels.runtime.chips import CHIPS
+from shardfuse.parallel.overlap import link_model, link_profile
+from shardfuse.parallel.overlap.link_model import COLLECTIVES, GATHER, SCATTER, Call
+
 OUT = Path(__file__).with_name("overview.svg")
-WIDTH, HEIGHT = 1000, 384
+ARCH, LINK, RANKS = "sm_90", "node", 2
+PROFILE = link_profile.read(link_profile.SHIPPED / f"{ARCH}.json")
+TOKENS, WIDTH, HIDDEN = 8192, 4096, 16384
+UP = Call(GATHER, TOKENS, WIDTH, HIDDEN // RANKS, torch.bfloat16, RANKS)
+DOWN = Call(SCATTER, TOKENS, HIDDEN // RANKS, WIDTH, torch.bfloat16, RANKS)
+
+# Clocks of a multiprocessor of Hopper's for one element: GeLU takes two approximate instructions (exp2, reciprocal) at
+# 16 per clock (CUDA C++ Programming Guide, arithmetic instructions), the product 2 K operations at 4,096 per clock.
+GELU_SHARE = (2 / 16) / (2 * WIDTH / 4096)
+
+PAGE = 800, 360  # the units of the picture
+LEFT, PER_US = 78, 0.362  # where time 0 is, and the length of a microsecond
+LANES = {"NVLink": (0, 28), "SMs": (32, 50)}  # below the top of a way: each lane's top and height
+TICK_US = 500
 # Light, then dark: the picture follows the reader's setting.
 COLOURS = {
     "ink": ("#1f2328", "#e6edf3"),
     "faint": ("#57606a", "#b1bac4"),
     "line": ("#afb8c1", "#4b535d"),
-    "face": ("#f6f8fa", "#161b22"),
-    "floor": ("#ddf4ff", "#0c2d6b"),
-    "rank0": ("#b6e3ff", "#0550ae"),
-    "rank1": ("#aceebb", "#116329"),
-    "rank2": ("#fae17d", "#7d4e00"),
-    "rank3": ("#ffd8b5", "#953800"),
+    "idle": ("#f0f2f5", "#1c222b"),
+    "transfer": ("#ffb77c", "#bd561d"),
+    "gemm": ("#b6e3ff", "#0550ae"),
+    "gelu": ("#e2c5ff", "#8250df"),
+    "saved": ("#dafbe1", "#12381f"),
+    "gain": ("#1a7f37", "#56d364"),
 }
-RANKS = 4
+
+
+class Block(NamedTuple):
+    """What one lane does from one time to another, in microseconds."""
+
+    lane: str
+    kind: str
+    begin: float
+    end: float
+    name: str = ""  # written into the block
+
+    @property
+    def us(self) -> str:
+        return us(self.end - self.begin)
+
+
+def us(length: float) -> str:
+    return f"{length:,.0f} µs"
+
+
+def stock() -> list[Block]:
+    """The blocks of stock torch: each begins where the one before it ends."""
+    links = PROFILE.links[LINK]
+    gather, scatter = (link_model.collective_seconds(links[COLLECTIVES[call.op]], call) for call in (UP, DOWN))
+    passes = cost.pass_bytes(cost.PASSES["forward"], TOKENS, HIDDEN // RANKS)
+    steps = [
+        ("NVLink", "transfer", gather, ""),
+        ("SMs", "gemm", link_model.gemm_seconds(PROFILE, TOKENS, UP), "GEMM 1 + bias"),
+        ("SMs", "gelu", passes / CHIPS[ARCH].bandwidth, ""),
+        ("SMs", "gemm", link_model.gemm_seconds(PROFILE, TOKENS, DOWN), "GEMM 2"),
+        ("NVLink", "transfer", scatter, ""),
+    ]
+    blocks, now = [], 0.0
+    for lane, kind, seconds, name in steps:
+        assert seconds is not None
+        blocks.append(Block(lane, kind, now, now + seconds * 1e6, name))
+        now = blocks[-1].end
+    return blocks
+
+
+class Fused(NamedTuple):
+    """One call in shardfuse: a GEMM with the transfers under it, and what follows: GeLU, or the sum of what arrived."""
+
+    transfers: list[Block]
+    gemm: Block
+    rest: Block
+
+
+def fused(call: Call, name: str, start: float) -> Fused:
+    """``call`` from the microsecond ``start``."""
+    timeline = link_model.kernel_timeline(PROFILE, call)
+    estimate = link_model.predict(PROFILE, LINK, call, "kernel")
+    assert timeline is not None
+    assert estimate is not None
+    spans = [(start + begin * 1e6, start + end * 1e6) for begin, end in timeline.transfers]
+    begin, end = (start + seconds * 1e6 for seconds in (timeline.products[0][0], timeline.products[-1][1]))
+    last = start + estimate.total_s * 1e6
+    gelu = GELU_SHARE * link_model.gemm_seconds(PROFILE, TOKENS, call) * 1e6
+    rest = Block("SMs", "gelu", end, end + gelu) if call is UP else Block("SMs", "transfer", end, last)
+    return Fused([Block("NVLink", "transfer", *span) for span in spans], Block("SMs", "gemm", begin, end, name), rest)
+
+
+def across(time: float) -> float:
+    return LEFT + time * PER_US
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def box(x: float, y: float, width: float, height: float, kind: str, words: str = "", under: str = "") -> str:
-    """A rectangle with its name in the middle and, in smaller letters, a second line."""
-    parts = [f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" class="{kind}"/>']
-    middle = y + height / 2 + 4
-    if words:
-        parts.append(text(x + width / 2, middle - 8 if under else middle, words, "name", "middle"))
-    if under:
-        parts.append(text(x + width / 2, middle + 9, under, "small", "middle"))
-    return "".join(parts)
+def rect(begin: float, end: float, y: float, height: float, kind: str) -> str:
+    """A rectangle from one time to another."""
+    x, width = across(begin), (end - begin) * PER_US
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" class="{kind}"/>'
 
 
-def floors(x: float, y: float, width: float) -> list[str]:
-    """The floors, from the face down to what they stand on."""
-    height, gap = 46, 6
-    parts = [text(x, y - 14, "The floors: imports only go down", "title")]
-    rows: list[list[tuple[str, str, str]]] = [
-        [("floor", "shardfuse", "fuse · parallelize · Engine · explain · command line")],
-        [
-            ("floor", name, under)
-            for name, under in (("training", ""), ("serving", ""), ("integrations", ""), ("bench", ""))
-        ],
-        [("floor", "layers", "nn.Modules with the stock parameters and state_dict")],
-        [("floor", "parallel", "tensor, sequence and pipeline parallelism, ZeRO, overlap")],
-        [("floor", "kernels", "each op: plain torch = the specification, Triton, oneDNN")],
-        [("outside", "torch · torch.distributed · Triton", "as released: no fork, no C++ build")],
+def way(blocks: list[Block], y: float, heading: str, until: float) -> list[str]:
+    """The two lanes of one way, from ``y`` down; idle lanes are drawn to ``until``."""
+    parts = [text(12, y - 10, heading, "heading")]
+    for lane, (top, height) in LANES.items():
+        parts.append(text(12, y + top + height / 2 + 6, lane, "faint"))
+        parts.append(rect(0, until, y + top, height, "idle"))
+    for block in blocks:
+        top, height = LANES[block.lane]
+        parts.append(rect(block.begin, block.end, y + top, height, block.kind))
+        if block.name:
+            middle = across((block.begin + block.end) / 2)
+            parts.append(text(middle, y + top + 19, block.name, "name", "middle"))
+            parts.append(text(middle, y + top + 38, block.us, "", "middle"))
+    return parts
+
+
+def stock_labels(blocks: list[Block], y: float) -> list[str]:
+    """The names of the blocks that are too short to hold theirs; the lane of the links is idle there."""
+    gather, _, gelu, _, scatter = blocks
+    return [
+        text(across(gather.end) + 6, y, f"all-gather {gather.us}"),
+        text(across((gelu.begin + gelu.end) / 2), y, f"GeLU {gelu.us} ↓", "", "middle"),
+        text(across(scatter.begin) - 6, y, f"reduce-scatter {scatter.us}", "", "end"),
     ]
-    for i, row in enumerate(rows):
-        each = (width - gap * (len(row) - 1)) / len(row)
-        for j, (kind, name, under) in enumerate(row):
-            parts.append(box(x + j * (each + gap), y + i * (height + gap), each, height, kind, name, under))
-    return parts
 
 
-def lanes(
-    x: float, y: float, width: float, title: str, links: list[float], tiles: list[float], each: float
-) -> list[str]:
-    """What the links and the SMs of rank 0 do: the times at which rows of each rank travel, and are multiplied.
-
-    ``links`` and ``tiles`` are where each rank's piece begins, in units of ``each`` pixels; a piece is one unit long.
-    """
-    left, lane = x + 46, 30
-    parts = [text(x, y, title, "name")]
-    for name, top in (("links", y + 12), ("SMs", y + 12 + lane + 6)):
-        parts.append(text(x, top + lane / 2 + 4, name, "small"))
-        parts.append(f'<line x1="{left:g}" y1="{top + lane:g}" x2="{x + width:g}" y2="{top + lane:g}" class="axis"/>')
-    for rank, begin in enumerate(links, start=1):
-        parts.append(box(left + begin * each, y + 12, each - 3, lane, f"rank{rank}", f"x{rank}"))
-    for rank, begin in enumerate(tiles):
-        parts.append(box(left + begin * each, y + 18 + lane, each - 3, lane, f"rank{rank}", f"x{rank} · W"))
-    return parts
-
-
-def flag(x: float, y: float) -> str:
-    """An arrow from rows that have come to the tiles that waited for them."""
-    return f'<path d="M{x:g} {y:g} v10" class="arrow" marker-end="url(#tip)"/>'
+def fused_labels(up: Fused, down: Fused, y: float) -> list[str]:
+    """The names of the transfers, and below the lanes those of the launches' starts and of the sum."""
+    under = y + sum(LANES["SMs"]) + 16
+    gather, scatter = (us(sum(piece.end - piece.begin for piece in each.transfers)) for each in (up, down))
+    return [
+        text(across(up.transfers[-1].end) + 6, y + 20, f"all-gather {gather}"),
+        text(across(down.transfers[-1].end) + 6, y + 20, f"reduce-scatter {scatter}"),
+        text(across(0), under, f"start {us(up.gemm.begin)}", "faint"),
+        text(
+            across(up.rest.end),
+            under,
+            f"GeLU {up.rest.us}, start {us(down.gemm.begin - up.rest.end)}",
+            "faint",
+            "middle",
+        ),
+        text(across(down.rest.end), under, f"sum of parts {down.rest.us}", "faint", "end"),
+    ]
 
 
-def overlap(x: float, y: float, width: float) -> list[str]:
-    """An all-gather and its product on rank 0 of four, one after the other and overlapped."""
-    each = (width - 46) / 7
-    left = x + 46
-    parts = [text(x, y - 14, "One product of a layer, on rank 0 of 4, which holds rows x0", "title")]
-    parts += lanes(x, y + 14, width, "one after the other", [0, 1, 2], [3, 4, 5, 6], each)
-    top = y + 128
-    parts += lanes(
-        x,
-        top,
-        width,
-        "overlapped: tiles wait for the rows that they need, not for ranks",
-        [0, 1, 2],
-        [0, 1, 2, 3],
-        each,
-    )
-    parts += [flag(left + rank * each - 2, top + 37) for rank in range(1, RANKS)]
-    saved = left + 4 * each
-    parts.append(
-        f'<path d="M{saved:g} {top + 63:g} h{3 * each - 6:g}" class="arrow" '
-        'marker-start="url(#back)" marker-end="url(#tip)"/>'
-    )
-    parts.append(text(saved + 1.5 * each, top + 56, "saved", "small", "middle"))
-    notes = (
-        "An arrow is a flag in shared memory: the sender raises it, and the tiles' first load waits for it.",
-        "Bias, activation, residual and the product of a gated layer run in the same tiles: one store.",
-        "Row-parallel layers do the reverse: each tile goes to the rank that adds it up.",
-        "This is a scheme, not a measurement. explain(model, x) says what a layer does, and why.",
-    )
-    parts += [text(x, top + 112 + 19 * i, note, "small") for i, note in enumerate(notes)]
+def fused_way(up: Fused, down: Fused, y: float, until: float) -> list[str]:
+    """The lanes of shardfuse, with what they save of the time of stock torch."""
+    blocks = [*up.transfers, up.gemm, up.rest, *down.transfers, down.gemm, down.rest]
+    end, (top, height) = down.rest.end, LANES["SMs"]
+    middle = across((end + until) / 2)
+    return [
+        *way(blocks, y, "shardfuse: transfers under the GEMMs, GeLU in the first one's kernel", until),
+        *fused_labels(up, down, y),
+        rect(end, until, y + top, height, "saved"),
+        text(middle, y + top + 22, us(until - end), "small gain", "middle"),
+        text(middle, y + top + 41, "saved", "small gain", "middle"),
+        text(across(until) + 8, y + 30, us(end), "total"),
+        text(across(until) + 8, y + 56, f"{until / end:.2f}\N{MULTIPLICATION SIGN}", "total gain"),
+        text(across(until) + 8, y + 76, "as fast", "name gain"),
+    ]
+
+
+def axis(y: float, until: float) -> list[str]:
+    """The axis of both ways, in microseconds."""
+    parts = [f'<path d="M{LEFT} {y:.1f} H{across(until):.1f}" class="axis"/>']
+    for time in range(0, int(until) + 1, TICK_US):
+        parts.append(f'<path d="M{across(time):.1f} {y:.1f} v5" class="axis"/>')
+        parts.append(text(across(time), y + 21, f"{time:,}", "faint", "middle"))
+    parts.append(text(across(until), y + 21, "µs", "faint", "end"))
     return parts
 
 
 def style(dark: bool) -> str:
     colour = {name: pair[dark] for name, pair in COLOURS.items()}
-    fills = "".join(
-        f".{name}{{fill:{colour[name]};stroke:{colour['line']}}}" for name in COLOURS if name[:4] in ("floo", "rank")
-    )
-    return (
-        f"text{{fill:{colour['ink']}}}.small{{fill:{colour['faint']}}}{fills}"
-        f".outside{{fill:{colour['face']};stroke:{colour['line']};stroke-dasharray:4 3}}"
-        f".axis{{stroke:{colour['line']}}}"
-        f".arrow{{stroke:{colour['ink']};fill:none}}.tip{{fill:{colour['ink']}}}"
-    )
+    fills = "".join(f".{name}{{fill:{colour[name]}}}" for name in COLOURS if name not in ("ink", "line"))
+    return f"text{{fill:{colour['ink']}}}{fills}.axis{{stroke:{colour['line']}}}"
 
 
 def picture() -> str:
     """The whole file."""
+    before = stock()
+    until = before[-1].end
+    up = fused(UP, "GEMM 1 + bias", 0.0)
+    down = fused(DOWN, "GEMM 2", up.rest.end)
     fonts = (
-        "text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
-        ".title{font-size:14px;font-weight:600}.name{font-weight:600}.small{font-size:11px}"
+        "text{font:17px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
+        ".heading,.name{font-weight:600}.total{font-size:22px;font-weight:700}.faint{font-size:16px}"
+        ".small{font-size:14px;font-weight:600}"
     )
-    shape = 'viewBox="0 0 6 6" refX="5" refY="3" markerWidth="7" markerHeight="7"'
-    tip = '<path d="M0 0 L6 3 L0 6 z" class="tip"/>'
+    what = f"One MLP over two GPUs, predicted: {us(until)} in stock torch, {us(down.rest.end)} in shardfuse"
+    shape = f'{TOKENS:,} tokens, width {WIDTH} → {HIDDEN} → {WIDTH}, bf16; shardfuse with overlap="kernel"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="what">',
-        '<title id="what">The floors of shardfuse, and a product that overlaps its all-gather</title>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PAGE[0]} {PAGE[1]}" role="img" aria-labelledby="what">',
+        f'<title id="what">{what}</title>',
         f"<style>{fonts}{style(False)}@media(prefers-color-scheme:dark){{{style(True)}}}</style>",
-        f'<defs><marker id="tip" {shape} orient="auto">{tip}</marker>',
-        f'<marker id="back" {shape} orient="auto-start-reverse">{tip}</marker></defs>',
-        *floors(16, 46, 400),
-        *overlap(456, 46, 528),
+        text(12, 26, "One MLP's forward over two GPUs, the same on both ranks", "total"),
+        text(12, 49, shape, "faint"),
+        *way(before, 89, "stock torch: one after the other", until),
+        *stock_labels(before, 89 + 20),
+        text(across(until) + 8, 89 + 48, us(until), "total"),
+        *fused_way(up, down, 206, until),
+        *axis(206 + 104, until),
+        text(12, PAGE[1] - 8, "Predicted by the project's cost model (two H100, NVLink), not measured", "name"),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"

@@ -49,7 +49,8 @@ settings.load_profile("shardfuse")
 
 
 SEVERAL, COMPILED, A_SECOND = 6, 4, 3
-SECONDS = {"test_gpu_runner.py": 30, "test_gpu_phases.py": 75}  # of files whose tests wait for processes
+# Of files whose tests wait for processes.
+SECONDS = {"test_gpu_runner.py": 30, "test_gpu_phases.py": 75, "test_site_browser.py": 25}
 # What a test that compares numbers calls or names, or asks of a verdict or of a benchmark's gate.
 COMPARES = {"judge", "within", "relative_error", "assert_close", "opcheck", "allclose", "isclose", "equal", "approx"}
 COMPARES |= {"BUDGET", "green", "ok"}

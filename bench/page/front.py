@@ -1,7 +1,8 @@
-"""The README's results, from committed files alone: ``make front`` writes them between two marks.
+"""The results in documents, from committed files alone: ``make front`` writes them between two marks of each.
 
-Which rows stand there is chosen by hand (``CHOSEN``), missed targets among them; every figure, date and processor comes
-from the record that holds it.
+Which rows stand there is chosen by hand, missed targets among them; every figure, date and processor comes from the
+record that holds it. The README has what is counted and, of each GPU, three rows; the tables are in docs/cpu.md and
+docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -9,20 +10,24 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..harness import places, provenance, stale
 from ..harness.publish import Result, read_all
 from ..harness.report import Row
 
-RECORDS = Path(__file__).resolve().parents[2] / "kernels" / "dev" / "compiled"
-BEGIN, END = "<!-- results: make front -->", "<!-- end of results -->"
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "kernels" / "dev" / "compiled"
+COUNTED = ROOT / "tests" / "layers" / "counted.json"  # written by tests/support/counted.py
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 HEAD = ("what", "beside", "times as fast", "interval", "target", "measured on")
+CHIPS = {"sm_90": "Hopper"}
 
 
 class Chosen(NamedTuple):
-    """A row of the table: where it is found, and what the README calls it."""
+    """A row of a table: where it is found, and what the document calls it."""
 
     bench: str
     case: str
@@ -36,19 +41,18 @@ _STEP, _ALL = "forward + backward", "all requests"
 _MLP, _REQUESTS = "mlp-step-t512-d1024-f4096", "llama-21m-32-requests"
 _FORCED = "stock torch, MKL's fast path forced"
 _DTENSOR = "torch parallelize_module (DTensor)"
+_AN_MLP, _ENGINE = "training step of an MLP, 512 x 1024 -> 4096", "engine, 32 requests, 21 M Llama"
 CHOSEN = (
     Chosen("fuse", "llama", _STEP, "stock model", "training step of a fused Llama of transformers", "the stock model"),
-    Chosen("onednn", _MLP, _STEP, "stock torch", "training step of an MLP, 512 x 1024 -> 4096", "stock torch"),
-    Chosen("onednn", _MLP, _STEP, "torch.compile", "the same", "torch.compile"),
-    Chosen("onednn", _MLP, _STEP, _FORCED, "the same", _FORCED),
+    Chosen("onednn", _MLP, _STEP, "stock torch", _AN_MLP, "stock torch"),
+    Chosen("onednn", _MLP, _STEP, "torch.compile", _AN_MLP, "torch.compile"),
+    Chosen("onednn", _MLP, _STEP, _FORCED, _AN_MLP, _FORCED),
     Chosen("tp_dtensor", "mlp-d1024-t512", _STEP, _DTENSOR, "MLP over 2 ranks, width 1024, 512 tokens", "DTensor"),
     Chosen("tp_dtensor", "block-d256-t64", _STEP, _DTENSOR, "block over 2 ranks, width 256, 64 tokens", "DTensor"),
-    Chosen(
-        "serve", _REQUESTS, _ALL, "transformers generate, left-padded", "engine, 32 requests, 21 M Llama", "`generate`"
-    ),
-    Chosen("serve", _REQUESTS, _ALL, "transformers generate_batch", "the same", "`generate_batch`"),
-    Chosen("serve", _REQUESTS, _ALL, "vLLM, offline LLM", "the same", "vLLM, offline `LLM`"),
-    Chosen("serve_http", "32-requests-at-once", _ALL, "vLLM's server", "the same over HTTP", "vLLM's server"),
+    Chosen("serve", _REQUESTS, _ALL, "transformers generate, left-padded", _ENGINE, "`generate`"),
+    Chosen("serve", _REQUESTS, _ALL, "transformers generate_batch", _ENGINE, "`generate_batch`"),
+    Chosen("serve", _REQUESTS, _ALL, "vLLM, offline LLM", _ENGINE, "vLLM, offline `LLM`"),
+    Chosen("serve_http", "32-requests-at-once", _ALL, "vLLM's server", f"server, {_ENGINE[8:]}", "vLLM's server"),
 )
 _UP = "llama3-8b-tp1-up-t8192-d4096-f14336-gelu_tanh-bfloat16"
 _GATED = "llama3-8b-tp1-gate_up-t8192-d4096-f28672-silu-bfloat16"
@@ -56,13 +60,13 @@ _GPT = "gpt3-13b-tp1-up-t4096-d5120-f20480-gelu_tanh-bfloat16"
 _NORM = "rms_norm-t8192-d4096-bf16"
 _LOSS = "t8192-d4096-v128256-bfloat16"
 _DECODE, _PREFILL = "s64-l{}-n32k8h128-page16-bf16", "s1-t8192-n32k8h128-page16-bf16"
+_TRAINED, _TRAINING = "llama3-8b-2-layers-t4096-bf16", "forward + backward + AdamW"
+_GELU = "product, bias and GeLU, 8192 x 4096 -> 14336"
 _CUBLAS, _COPY = "cuBLAS x @ w.T", "copy of the bytes"
-_SDPA, _CONTIGUOUS = "SDPA {}, contiguous KV", "SDPA's {}, keys not in pages"
+_FA2, _CUDNN = "SDPA FlashAttention, contiguous KV", "SDPA cuDNN, contiguous KV"
 ON_A_GPU = (
-    Chosen(
-        "linear_act", _UP, "forward", _CUBLAS, "product, bias and GeLU, 8192 x 4096 -> 14336", "the product, cuBLAS"
-    ),
-    Chosen("linear_act", _UP, "forward", "eager", "the same", "eager"),
+    Chosen("linear_act", _UP, "forward", _CUBLAS, _GELU, "the product, cuBLAS"),
+    Chosen("linear_act", _UP, "forward", "eager", _GELU, "eager"),
     Chosen("gated", _GATED, "forward", "eager", "SwiGLU, 8192 x 4096 -> 2 x 14336", "eager"),
     Chosen("linear_backward", _GPT, "wgrad into fp32", "eager", "weight gradient added in fp32", "eager"),
     Chosen("linear_backward", _GPT, "linear_act backward", "eager", "backward of product, bias and GeLU", "eager"),
@@ -70,23 +74,148 @@ ON_A_GPU = (
     Chosen("norm", f"{_NORM}-residual_same", _STEP, "eager", "RMSNorm of a sum, both ways", "eager"),
     Chosen("rope", "llama8b-b1-s8192-n32-k8-h128-bf16", "forward, us", "eager", "RoPE, 8192 tokens", "eager"),
     Chosen("cross_entropy", _LOSS, _STEP, "eager", "vocabulary's loss, 8192 x 4096 -> 128256, both ways", "eager"),
-    Chosen("cross_entropy", _LOSS, "peak bytes, weight", "eager", "the same, bytes (weight frozen)", "eager"),
+    Chosen("cross_entropy", _LOSS, "peak bytes, weight", "eager", "its bytes (weight frozen)", "eager"),
     Chosen("paged_decode", _DECODE.format(8192), "decode", _COPY, "decode, 64 x 8k", "a copy of the bytes"),
-    Chosen("paged_decode", _DECODE.format(8192), "decode", "vLLM", "the same", "vLLM's Triton kernel"),
+    Chosen("paged_decode", _DECODE.format(8192), "decode", "vLLM", "decode, 64 x 8k", "vLLM's Triton kernel"),
     Chosen("paged_decode", _DECODE.format(1024), "decode", "vLLM", "decode, 64 x 1k", "vLLM's Triton kernel"),
     Chosen("paged_prefill", _PREFILL, "prefill", "vLLM", "prefill, 8k", "vLLM's Triton kernel"),
-    Chosen("paged_prefill", _PREFILL, "prefill", _SDPA.format("FlashAttention"), "the same", _CONTIGUOUS.format("FA2")),
-    Chosen("paged_prefill", _PREFILL, "prefill", _SDPA.format("cuDNN"), "the same", _CONTIGUOUS.format("cuDNN")),
+    Chosen("paged_prefill", _PREFILL, "prefill", _FA2, "prefill, 8k", "SDPA's FA2, keys not in pages"),
+    Chosen("paged_prefill", _PREFILL, "prefill", _CUDNN, "prefill, 8k", "SDPA's cuDNN, keys not in pages"),
     Chosen("scaled_linear", _UP, "scales by tensor", "torch._scaled_mm", "fp8 product", "`torch._scaled_mm`"),
     Chosen("small_m", _UP.replace("t8192", "t1"), "forward", _CUBLAS, "product of 1 token", "cuBLAS"),
 )
 
 
-def results(found: Sequence[Result]) -> list[str]:
-    """What stands between the marks."""
-    on_a_gpu = "On one GPU, bf16 but for the fp8 product, device time beside each peer in one run:"
-    without = textwrap.wrap(f"{compiled()} {emulated()}", 120, break_long_words=False, break_on_hyphens=False)
-    return ["", *table(found), "", on_a_gpu, "", *table(found, ON_A_GPU), "", *without, ""]
+class Front(NamedTuple):
+    """A row of the README, beside one or more peers."""
+
+    what: str
+    rows: Sequence[tuple[str, tuple[str, str, str, str]]]  # beside what, and the row, as Chosen begins
+
+
+FRONT = (
+    Front(
+        "training step, 2 fused layers of Llama 3 8B",
+        [
+            (beside, ("train_step", _TRAINED, _TRAINING, peer))
+            for beside, peer in (("stock", "stock torch"), ("`torch.compile`", "torch.compile"), ("Liger", "Liger"))
+        ],
+    ),
+    Front(
+        "decode, 64 x 8k tokens; prefill of 8k",
+        [
+            ("a plain copy of the same bytes", ("paged_decode", _DECODE.format(8192), "decode", _COPY)),
+            ("FlashAttention 2", ("paged_prefill", _PREFILL, "prefill", _FA2)),
+        ],
+    ),
+    Front(
+        _GELU,
+        [
+            ("cuBLAS, which adds no bias and GeLU", ("linear_act", _UP, "forward, us", _CUBLAS)),
+            ("eager torch", ("linear_act", _UP, "forward, us", "eager")),
+        ],
+    ),
+)
+NOT_YET = "not measured yet"
+
+
+def first_screen(found: Sequence[Result], *, results: Path = stale.RESULTS) -> list[str]:
+    """The README's results: what is counted, and what GPUs measured, or that none has."""
+    gpus = {result.device: result for result in found if result.absolute and not result.complaint}
+    how = "[Counted](docs/fuse.md#what-it-gains-and-costs), not timed"
+    if not gpus:
+        return ["", *counted(), "", *_wrapped(f"{how}: no GPU has run this yet. {_emulated_cases()}"), ""]
+    heads = (f"speed on one {gpu}, {result.origin['date'][:10]}" for gpu, result in gpus.items())
+    table = [_line(("in bf16", *heads)), _line("---" for _ in range(1 + len(gpus)))]
+    table += [_line((row.what, *(_side_by_side(found, gpu, row) for gpu in gpus))) for row in FRONT]
+    told = f"[All rows](docs/gpu.md#the-first-run), losses included: device time{_since(found, results)}."
+    return ["", *counted(), "", *_wrapped(f"{how}. {_emulated_cases()}"), "", *table, "", *_wrapped(told), ""]
+
+
+def _side_by_side(found: Sequence[Result], gpu: str, front: Front) -> str:
+    """The ratios of a row on one GPU, before the peer of each."""
+    ratios = {beside: [row.ratio for row in _found(found, gpu, key)] for beside, key in front.rows}
+    if not any(ratios.values()):
+        return f"beside {', '.join(ratios)}: {NOT_YET}"
+    parts = (f"{ratio[0]:.3g} x {beside}" if ratio else f"{beside}: {NOT_YET}" for beside, ratio in ratios.items())
+    return "; ".join(parts)
+
+
+def _found(found: Sequence[Result], gpu: str, key: tuple[str, str, str, str]) -> list[Row]:
+    chosen = Chosen(*key, what="", beside="")
+    return [row for result in found if result.device == gpu for row in _rows(result, chosen)]
+
+
+def _since(found: Sequence[Result], results: Path) -> str:
+    """Half a sentence on the rows whose sources have changed since they were measured."""
+    gpus = {result.device for result in found if result.absolute}
+    shown = {(gpu, key[0]) for gpu in gpus for row in FRONT for _, key in row.rows if _found(found, gpu, key)}
+    stale_ones = {(item.gpu, item.name) for item in stale.survey(results) if item.state == "stale"}
+    changed = {(gpu, name) for gpu, name in shown if (provenance.slug(gpu), name) in stale_ones}
+    if changed == shown:
+        return ", before later changes to this code"
+    return f", before later changes to {', '.join(sorted({name for _, name in changed}))}" if changed else ""
+
+
+def counted(file: Path = COUNTED) -> list[str]:
+    """The table of what a training forward keeps, launches and moves."""
+    record = json.loads(file.read_text(encoding="utf-8"))
+    together = record["moved"]["together"]
+    what = f"{record['model']}, a training forward of {record['batch'][1]:,} tokens in {record['dtype']}"
+    rows = {
+        "activations kept for backward": lambda side: f"{side['kept'] / 1e9:.1f} GB",
+        "ops that touch memory": lambda side: f"{side['ops']:,}",
+        "bytes that they move": lambda side: f"{side['moved'] / 1e9:.1f} GB",
+    }
+    lines = [_line((f"{what}, on {CHIPS[record['chip']]}", "stock", "fused")), _line(("---", "---:", "---:"))]
+    return [*lines, *(_line((name, show(together["stock"]), show(together["fused"]))) for name, show in rows.items())]
+
+
+def on_cpus(found: Sequence[Result]) -> list[str]:
+    """The tables of docs/cpu.md: of everything that was measured, then of oneDNN's products on each processor."""
+    lines = ["", *table(found), ""]
+    for result in found:
+        if result.bench == "onednn" and not result.complaint:
+            lines += [f"oneDNN's products on an {_processor(result)}, {result.origin['date'][:10]}:", ""]
+            lines += [*_products(result), ""]
+    return lines
+
+
+def _products(result: Result) -> Iterator[str]:
+    """A row for each case, its peers side by side: T tokens, D the model's width, F the hidden width."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in result.rows:
+        cases.setdefault(row.case, {})[row.peer_name] = row
+    yield _line(("", "T", "D", "F", "runs", "stock torch", "interval", "fast path forced", "torch.compile"))
+    yield _line("---" for _ in range(9))
+    for case, peers in cases.items():
+        *what, tokens, width, hidden = case.split("-")
+        stock = peers["stock torch"]
+        sizes = (size[1:] for size in (tokens, width, hidden))
+        runs = ", ".join(sorted({op.partition("=")[2] for op in stock.ran.split()}))
+        ratios = (f"{peers[peer].ratio:.2f}" if peer in peers else "" for peer in (_FORCED, "torch.compile"))
+        yield _line((" ".join(what), *sizes, runs, f"{stock.ratio:.2f}", _between(stock), *ratios))
+
+
+def on_gpus(found: Sequence[Result]) -> list[str]:
+    """The table of docs/gpu.md, and what was seen without a GPU."""
+    return ["", *table(found, ON_A_GPU), "", *_wrapped(f"{compiled()} {emulated()}"), ""]
+
+
+def beside_vllm(found: Sequence[Result]) -> str:
+    """How fast the engine and the server are beside vLLM's, each with its processor."""
+    (offline, one), (http, two) = (
+        next((result, row) for result in found for row in _rows(result, chosen))
+        for chosen in CHOSEN
+        if "vLLM" in chosen.peer
+    )
+    target = "" if one.target is None else f" (target {one.target:.3g}, {'met' if one.met else 'missed'})"
+    first, second = _processor(offline), _processor(http)
+    on = ("", f", both on an {first}") if first == second else (f" on an {first}", f" on an {second}")
+    return (
+        f"{one.ratio:.3g} of the speed of vLLM's offline `LLM`{target}{on[0]} and, over HTTP, {two.ratio:.3g} of its "
+        f"server's{on[1]}"
+    )
 
 
 def table(results: Sequence[Result], rows: Sequence[Chosen] = CHOSEN) -> list[str]:
@@ -111,10 +240,23 @@ def _cells(chosen: Chosen, result: Result, row: Row) -> Iterator[str]:
     yield chosen.what
     yield chosen.beside
     yield f"{row.ratio:.3g}"
-    yield "" if row.between is None else "{:.3g} to {:.3g}".format(*row.between)
+    yield _between(row)
     yield "" if row.target is None else f"{row.target:.3g}, {'met' if row.met else '**missed**'}"
-    device = result.origin["cpu"].removeprefix("x86_64, ") if result.device == "cpu" else result.device
-    yield f"{device}, {result.origin['date'][:10]}"
+    yield f"{result.device if result.absolute else _processor(result)}, {result.origin['date'][:10]}"
+
+
+def _between(row: Row) -> str:
+    return "" if row.between is None else "{:.3g} to {:.3g}".format(*row.between)
+
+
+def _processor(result: Result) -> str:
+    """A CPU by name and core: "AMD EPYC (Zen 4)"; ValueError where the record does not tell it."""
+    told = result.origin["cpu"]
+    kind = places.cpu_kind(told)
+    if kind is None:
+        raise ValueError(f"{result.path} does not tell its processor ({told!r}): measure it again")
+    core = kind.partition("-")[2]
+    return f"{told.partition(', ')[2].partition(', family')[0]} ({core.replace('zen', 'Zen ')})"
 
 
 def compiled(folder: Path = RECORDS) -> str:
@@ -136,9 +278,7 @@ def compiled(folder: Path = RECORDS) -> str:
 
 def emulated(folder: Path = RECORDS) -> str:
     """A sentence on the kernels that were run from their PTX on a CPU, from the record of what they did there."""
-    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("counts-*.json"))]
-    if not records:
-        raise LookupError(f"no record of what kernels do in {folder}: run make codegen")
+    records = _counts(folder)
     names = [name.split() for record in records for name in record["cases"]]
     kernels = {kernel for record in records for _, *rows in record["cases"].values() for kernel, *_ in rows}
     count = {arch: sum(name[0] == arch for name in names) for arch in sorted({name[0] for name in names})}
@@ -147,6 +287,22 @@ def emulated(folder: Path = RECORDS) -> str:
         f"Emulated from their PTX on a CPU, with every access checked and counted: {cases}, which launch "
         f"{len(kernels)} kernels in each of their configurations."
     )
+
+
+def _counts(folder: Path) -> list[dict[str, Any]]:
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("counts-*.json"))]
+    if not records:
+        raise LookupError(f"no record of what kernels do in {folder}: run make codegen")
+    return records
+
+
+def _emulated_cases() -> str:
+    count = sum(len(record["cases"]) for record in _counts(RECORDS))
+    return f"Compiled kernels run emulated in {count:,} test cases."
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -161,7 +317,21 @@ def renewed(document: str, lines: Sequence[str]) -> str:
     return "\n".join((before + BEGIN, *lines, END + rest.split(END)[1]))
 
 
+DOCUMENTS: Mapping[str, Callable[[Sequence[Result]], list[str]]] = {
+    "README.md": first_screen,
+    "docs/cpu.md": on_cpus,
+    "docs/gpu.md": on_gpus,
+}
+
+
+def main(root: Path) -> None:
+    """Write the results of every document below ``root``."""
+    found = read_all([])
+    for name, lines in DOCUMENTS.items():
+        file = root / name
+        file.write_text(renewed(file.read_text(encoding="utf-8"), lines(found)), encoding="utf-8")
+        print(f"wrote the results of {name}")
+
+
 if __name__ == "__main__":
-    readme = Path(sys.argv[1])
-    readme.write_text(renewed(readme.read_text(encoding="utf-8"), results(read_all([]))), encoding="utf-8")
-    print(f"wrote the results of {readme.name}")
+    main(Path(sys.argv[1]))

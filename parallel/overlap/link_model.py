@@ -71,6 +71,24 @@ class Estimate(NamedTuple):
     exposed_s: float
 
 
+Span = tuple[float, float]  # the seconds at which something begins and ends
+
+
+class Timeline(NamedTuple):
+    """When a call's pieces travel and are multiplied, in seconds from its start, up to the sum of what has arrived."""
+
+    transfers: list[Span]
+    products: list[Span]
+
+    @property
+    def end_s(self) -> float:
+        return max(end for _, end in self.transfers + self.products)
+
+    def later(self, seconds: float) -> Timeline:
+        """The same, begun so much later."""
+        return Timeline(*([(begin + seconds, end + seconds) for begin, end in spans] for spans in self))
+
+
 def pieces_of(call: Call) -> tuple[int, ...]:
     """The numbers of pieces worth considering: every piece has at least one row."""
     if call.op == NORM:
@@ -110,6 +128,17 @@ def gemm_seconds(profile: Profile, rows: int, call: Call) -> float | None:
     return max(at_rate, on_chip) or None
 
 
+def kernel_timeline(profile: Profile, call: Call) -> Timeline | None:
+    """The pieces of ``call`` by the path "kernel", not of ``all_reduce_rmsnorm``; None where a figure is missing."""
+    whole = gemm_seconds(profile, call.T, call)
+    if whole is None or profile.copy_bytes_per_s is None:
+        return None
+    remote = (call.R - 1) * KERNEL_CHUNKS
+    transfer = _moved_bytes(call) / (call.R * KERNEL_CHUNKS) / profile.copy_bytes_per_s
+    timeline = _consumed if call.op == GATHER else _produced
+    return timeline(whole / call.R, [whole / (call.R * KERNEL_CHUNKS)] * remote, transfer, 1.0).later(KERNEL_START_S)
+
+
 @functools.lru_cache(4096)
 def _on_chip(arch: str, M: int, K: int, N: int, dtype: torch.dtype) -> float:
     """The chip model's time; 0 for a chip that it does not know."""
@@ -131,7 +160,7 @@ def _chunked(profile: Profile, link: Link, call: Call, pieces: int) -> Estimate 
     else:
         transfer = link.start_s + link.alpha_s + _moved_bytes(call) / count / link.bytes_per_s
     timeline = _consumed if call.op == GATHER else _produced
-    total = timeline(own, [piece] * remote, transfer, profile.hides)
+    total = timeline(own, [piece] * remote, transfer, profile.hides).end_s
     if call.op == SCATTER:
         total += _sum_seconds(profile, call)
     total = max(total, (remote + 1) * profile.piece_s)
@@ -139,12 +168,10 @@ def _chunked(profile: Profile, link: Link, call: Call, pieces: int) -> Estimate 
 
 
 def _kernel(profile: Profile, call: Call, whole: float) -> Estimate | None:
-    if profile.copy_bytes_per_s is None:
+    timeline = kernel_timeline(profile, call)
+    if timeline is None or profile.copy_bytes_per_s is None:
         return None
-    remote = (call.R - 1) * KERNEL_CHUNKS
-    transfer = _moved_bytes(call) / (call.R * KERNEL_CHUNKS) / profile.copy_bytes_per_s
-    timeline = _consumed if call.op == GATHER else _produced
-    total = KERNEL_START_S + timeline(whole / call.R, [whole / (call.R * KERNEL_CHUNKS)] * remote, transfer, 1.0)
+    total = timeline.end_s
     if call.op != GATHER:
         total += _sum_seconds(profile, call)
     if call.op == REDUCE:  # the sums go back to every rank, and nothing hides that
@@ -179,22 +206,30 @@ def _sum_seconds(profile: Profile, call: Call) -> float:
     return (call.R + 1) * call.T / call.R * call.N * call.dtype.itemsize / profile.memory_bytes_per_s
 
 
-def _consumed(own: float, pieces: Sequence[float], transfer: float, hides: float) -> float:
-    """The end of the products: first of ``own`` rows, then of ``pieces``, which arrive one after another."""
+def _consumed(own: float, pieces: Sequence[float], transfer: float, hides: float) -> Timeline:
+    """Products first of ``own`` rows, then of ``pieces``, which arrive one after another."""
     busy = len(pieces) * transfer
-    now = _worked(0.0, own, busy, hides)
-    for index, piece in enumerate(pieces):
-        now = _worked(max(now, (index + 1) * transfer), piece, busy, hides)
-    return now
+    transfers = [(index * transfer, (index + 1) * transfer) for index in range(len(pieces))]
+    products = [(0.0, _worked(0.0, own, busy, hides))]
+    for piece, (_, arrival) in zip(pieces, transfers):
+        begin = max(products[-1][1], arrival)
+        products.append((begin, _worked(begin, piece, busy, hides)))
+    return Timeline(transfers, products)
 
 
-def _produced(own: float, pieces: Sequence[float], transfer: float, hides: float) -> float:
-    """The end of the sends: the partial sums ``pieces`` are formed and sent in order, then the ``own`` ones."""
+def _produced(own: float, pieces: Sequence[float], transfer: float, hides: float) -> Timeline:
+    """The partial sums ``pieces`` are formed and sent in order, then the ``own`` ones are formed."""
+    transfers: list[Span] = []
+    products: list[Span] = []
     now = sent = 0.0
     for piece in pieces:
-        now = _worked(now, piece, sent, hides)
-        sent = max(now, sent) + transfer
-    return max(_worked(now, own, sent, hides), sent)
+        end = _worked(now, piece, sent, hides)
+        begin = max(end, sent)
+        products.append((now, end))
+        transfers.append((begin, begin + transfer))
+        now, sent = end, begin + transfer
+    products.append((now, _worked(now, own, sent, hides)))
+    return Timeline(transfers, products)
 
 
 def _worked(start: float, work: float, busy_until: float, rate: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -10,22 +11,38 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardfuse
+from shardfuse.bench.gpu import plan
+from shardfuse.bench.harness import stale
 from shardfuse.bench.page import front
 from shardfuse.cli import app
+from shardfuse.kernels.linear.config import pick_config
+from shardfuse.kernels.linear.gemm import Gemm
+from shardfuse.kernels.runtime import cost
+from shardfuse.kernels.runtime.chips import CHIPS
+from shardfuse.parallel.overlap import link_model, link_profile
+from shardfuse.parallel.overlap.link_model import GATHER, SCATTER, Call
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+PICTURE = (ROOT / "docs" / "overview.svg").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SMALL = {
+    **{"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "vocab_size": 256,
+}
 FLOORS = ("kernels", "parallel", "layers", "training", "serving", "integrations", "bench", "shardfuse")
 
 
 @pytest.mark.parametrize("source", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_examples_run(source, tmp_path, monkeypatch, capsys):
     if "transformers" in source:
-        pytest.importorskip("transformers")
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(**SMALL)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "my-model")
     (tmp_path / "example.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     runpy.run_path("example.py", run_name="__main__")
@@ -93,8 +110,51 @@ def _standing(folder: Path) -> str:
     return "\n".join(file.read_text() for file in sorted(folder.glob("standing-*")))
 
 
-def test_the_results_are_those_of_the_committed_files():
-    assert front.renewed(README, front.results(front.read_all([]))) == README, "run make front"
+@pytest.mark.parametrize(("document", "lines"), front.DOCUMENTS.items(), ids=front.DOCUMENTS)
+def test_the_results_are_those_of_the_committed_files(document, lines):
+    text = (ROOT / document).read_text()
+    assert front.renewed(text, lines(front.read_all([]))) == text, "run make front"
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/comparison.md", "docs/cpu.md", "docs/server.md"])
+def test_who_speaks_of_vllms_speed_says_both_figures_and_the_processor(document):
+    assert front.beside_vllm(front.read_all([])) in " ".join((ROOT / document).read_text().split())
+
+
+def _record(folder: Path, bench: str, case: str, metric: str, peers: dict[str, float]) -> None:
+    """File a result of an H200 below ``folder``, with rows of which ours took 100 us."""
+    record = json.loads((stale.RESULTS / "nvidia-h200" / "linear_act.json").read_text())
+    kept = record["rows"][0] | {"case": case, "metric": metric, "ours": 100.0}
+    rows = [kept | {"peer_name": peer, "peer": us, "ratio": us / 100} for peer, us in peers.items()]
+    (folder / "nvidia-h200").mkdir(exist_ok=True)
+    file = folder / "nvidia-h200" / f"{bench}.json"
+    file.write_text(json.dumps(record | {"bench": bench, "rows": rows, "sources": {}}))
+
+
+def test_a_gpus_rows_take_the_place_of_the_sentence_that_there_are_none(tmp_path):
+    """The training step's too, though no GPU has measured it yet."""
+    on_cpus = [result for result in front.read_all([]) if not result.absolute]
+    before = " ".join(front.first_screen(on_cpus, results=tmp_path))
+    assert "[Counted](docs/fuse.md#what-it-gains-and-costs), not timed: no GPU has run this yet." in before
+    assert "H200" not in before
+    step, decode, product = front.FRONT
+    (_, key), *_ = step.rows
+    peers = [peer for _, (*_, peer) in step.rows]
+    _record(tmp_path, *key[:2], f"{key[2]}, us", dict(zip(peers, (120.0, 110.0, 90.0), strict=True)))
+    (copy, key), (flash, _) = decode.rows
+    _record(tmp_path, *key[:3], {key[3]: 91.0})
+    found = front.read_all([], results=tmp_path)
+    after = "\n".join(front.first_screen(found, results=tmp_path))
+    assert f"| {step.what} | 1.2 x stock; 1.1 x `torch.compile`; 0.9 x Liger |" in after
+    assert f"| {decode.what} | 0.91 x {copy}; {flash}: not measured yet |" in after
+    assert f"| {product.what} | beside {product.rows[0][0]}, eager torch: not measured yet |" in after
+    assert "no GPU has run this" not in after
+    assert "device time, before later changes to this code." in after
+
+
+def test_the_training_step_is_a_headline_of_a_gpu_run():
+    for _, (bench, case, metric, peer) in front.FRONT[0].rows:
+        assert (bench, case, f"{metric}, us", peer) in plan.HEADLINES
 
 
 def test_a_result_that_no_file_holds_is_refused():
@@ -107,10 +167,41 @@ def test_a_document_without_the_marks_is_refused():
         front.renewed("# shardfuse\n", ["| a |"])
 
 
+def test_the_first_screen_is_one():
+    first, mark, rest = README.partition("<!-- end of the first screen -->\n")
+    assert mark
+    assert rest
+    assert len(first.rstrip().splitlines()) <= 60
+    assert max(len(line) for line in first.splitlines() if "|" not in line) <= 120
+    scan = json.loads((ROOT / "tests" / "layers" / "model_scan.json").read_text())
+    classes = sum(len(names) for names in scan.values() if isinstance(names, dict))
+    assert f"{len(scan['fused'])} of transformers' {classes} classes completely" in first
+
+
 def test_the_picture_is_what_its_script_draws():
     drawn = runpy.run_path(str(ROOT / "docs" / "overview.py"))["picture"]()
-    assert drawn == (ROOT / "docs" / "overview.svg").read_text(encoding="utf-8"), "run make front"
+    assert drawn == PICTURE, "run make front"
     assert not re.search(r"(href|src)=|url\((?!#)", drawn)  # it loads nothing
+
+
+def test_the_pictures_times_are_predictions_of_the_cost_model():
+    tokens, width, hidden, ranks, bf16 = 8192, 4096, 16384, 2, torch.bfloat16
+    profile = link_profile.shipped("sm_90")
+    up = Call(GATHER, tokens, width, hidden // ranks, bf16, ranks)
+    down = Call(SCATTER, tokens, hidden // ranks, width, bf16, ranks)
+    gemm = Gemm("nt", tokens, hidden // ranks, width, bf16, bf16)
+    gelu = cost.pass_bytes(cost.PASSES["forward"], tokens, hidden // ranks) / CHIPS["sm_90"].bandwidth
+    plain, kernel = (
+        sum(link_model.predict(profile, "node", call, kind).total_s for call in (up, down))
+        for kind in ("plain", "kernel")
+    )
+    stock, kernel = plain + gelu, kernel + 0.0625 * link_model.gemm_seconds(profile, tokens, up)
+    first_s = cost.predict(CHIPS["sm_90"], gemm, pick_config("sm_90", gemm)).time_us * 1e-6
+    for seconds in (first_s, stock, kernel, stock - kernel):
+        assert f">{seconds * 1e6:,.0f} µs<" in PICTURE
+    assert f">GeLU {gelu * 1e6:,.0f} µs" in PICTURE
+    assert f">{stock / kernel:.2f}\N{MULTIPLICATION SIGN}<" in PICTURE
+    assert re.search("predicted by the project's cost model .*not measured", PICTURE, re.IGNORECASE)
 
 
 def test_the_drop_in_example_is_short():

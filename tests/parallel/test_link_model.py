@@ -64,6 +64,22 @@ def test_chunks_hide_what_there_is_to_hide():
     assert _timed(REDUCE, 3.0, 2.0, 1.0, pieces=2) == pytest.approx((8.0, 2.0))
 
 
+def test_a_kernels_pieces_wait_for_rows_and_rows_for_pieces():
+    # A shard's product takes 4 s, in pieces of 1 s; a piece of the other's travels for 2 s.
+    profile = dataclasses.replace(MODEL, copy_bytes_per_s=2.0)
+    gather, scatter = (
+        link_model.kernel_timeline(profile, Call(op, 8, 1, 1, torch.float32, 2)) for op in (GATHER, SCATTER)
+    )
+    assert gather is not None
+    assert scatter is not None
+    start = link_model.KERNEL_START_S
+    travel, formed = [(0, 2), (2, 4), (4, 6), (6, 8)], [(0, 4), (4, 5), (5, 6), (6, 7), (8, 9)]
+    assert gather == link_model.Timeline(travel, formed).later(start)
+    travel, formed = [(1, 3), (3, 5), (5, 7), (7, 9)], [(0, 1), (1, 2), (2, 3), (3, 4), (4, 8)]
+    assert scatter == link_model.Timeline(travel, formed).later(start)
+    assert (gather.end_s, scatter.end_s) == (9 + start, 9 + start)
+
+
 @pytest.mark.parametrize(
     ("T", "expected"), [(8, 1.0 + 3 * (8 * 7 * 4) / 8.0), (2**16, 2 * 1.0 + 6 / 4 * (2**16 * 28) / 8.0)]
 )
