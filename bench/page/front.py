@@ -104,14 +104,14 @@ FRONT = (
     Front(
         "decode, 64 x 8k tokens; prefill of 8k",
         [
-            ("a plain copy of the same bytes", ("paged_decode", _DECODE.format(8192), "decode", _COPY)),
+            ("a plain copy of the same bytes, its bound", ("paged_decode", _DECODE.format(8192), "decode", _COPY)),
             ("FlashAttention 2", ("paged_prefill", _PREFILL, "prefill", _FA2)),
         ],
     ),
     Front(
         _GELU,
         [
-            ("cuBLAS, which adds no bias and GeLU", ("linear_act", _UP, "forward, us", _CUBLAS)),
+            ("cuBLAS, which adds no bias or GeLU", ("linear_act", _UP, "forward, us", _CUBLAS)),
             ("eager torch", ("linear_act", _UP, "forward, us", "eager")),
         ],
     ),
@@ -121,34 +121,42 @@ NOT_YET = "not measured yet"
 
 def first_screen(found: Sequence[Result], *, results: Path = stale.RESULTS) -> list[str]:
     """The README's results: what is counted, and what GPUs measured, or that none has."""
-    gpus = {result.device: result for result in found if result.absolute and not result.complaint}
+    gpus = {gpu: dates for gpu in dict.fromkeys(result.device for result in found) if (dates := _dates(found, gpu))}
     how = "[Counted](docs/fuse.md#what-it-gains-and-costs), not timed"
     if not gpus:
         return ["", *counted(), "", *_wrapped(f"{how}: no GPU has run this yet. {_emulated_cases()}"), ""]
-    heads = (f"speed on one {gpu}, {result.origin['date'][:10]}" for gpu, result in gpus.items())
-    table = [_line(("in bf16", *heads)), _line("---" for _ in range(1 + len(gpus)))]
+    table = [_line(("in bf16", *(f"speed on one {gpu}, {' to '.join(dates)}" for gpu, dates in gpus.items())))]
+    table += [_line("---" for _ in range(1 + len(gpus)))]
     table += [_line((row.what, *(_side_by_side(found, gpu, row) for gpu in gpus))) for row in FRONT]
-    told = f"[All rows](docs/gpu.md#the-first-run), losses included: device time{_since(found, results)}."
+    told = f"[More rows](docs/gpu.md#the-first-run), losses among them: device time{_since(found, gpus, results)}."
     return ["", *counted(), "", *_wrapped(f"{how}. {_emulated_cases()}"), "", *table, "", *_wrapped(told), ""]
+
+
+def _dates(found: Sequence[Result], gpu: str) -> list[str]:
+    """The first and the last day on which a GPU measured rows of the README: one if they are the same, [] if none."""
+    keys = [key for row in FRONT for _, key in row.rows]
+    days = sorted({result.origin["date"][:10] for key in keys for result, _ in _found(found, gpu, key)})
+    return days if len(days) < 2 else [days[0], days[-1]]
 
 
 def _side_by_side(found: Sequence[Result], gpu: str, front: Front) -> str:
     """The ratios of a row on one GPU, before the peer of each."""
-    ratios = {beside: [row.ratio for row in _found(found, gpu, key)] for beside, key in front.rows}
+    ratios = {beside: [row.ratio for _, row in _found(found, gpu, key)] for beside, key in front.rows}
     if not any(ratios.values()):
-        return f"beside {', '.join(ratios)}: {NOT_YET}"
+        return f"beside {'; '.join(ratios)}: {NOT_YET}"
     parts = (f"{ratio[0]:.3g} x {beside}" if ratio else f"{beside}: {NOT_YET}" for beside, ratio in ratios.items())
     return "; ".join(parts)
 
 
-def _found(found: Sequence[Result], gpu: str, key: tuple[str, str, str, str]) -> list[Row]:
+def _found(found: Sequence[Result], gpu: str, key: tuple[str, str, str, str]) -> list[tuple[Result, Row]]:
+    """What a GPU measured of a row; [] for a CPU."""
     chosen = Chosen(*key, what="", beside="")
-    return [row for result in found if result.device == gpu for row in _rows(result, chosen)]
+    own = (result for result in found if result.device == gpu and result.absolute)
+    return [(result, row) for result in own for row in _rows(result, chosen)]
 
 
-def _since(found: Sequence[Result], results: Path) -> str:
+def _since(found: Sequence[Result], gpus: Iterable[str], results: Path) -> str:
     """Half a sentence on the rows whose sources have changed since they were measured."""
-    gpus = {result.device for result in found if result.absolute}
     shown = {(gpu, key[0]) for gpu in gpus for row in FRONT for _, key in row.rows if _found(found, gpu, key)}
     stale_ones = {(item.gpu, item.name) for item in stale.survey(results) if item.state == "stale"}
     changed = {(gpu, name) for gpu, name in shown if (provenance.slug(gpu), name) in stale_ones}
@@ -158,17 +166,21 @@ def _since(found: Sequence[Result], results: Path) -> str:
 
 
 def counted(file: Path = COUNTED) -> list[str]:
-    """The table of what a training forward keeps, launches and moves."""
+    """The table of what a training forward's layers keep, launch and move.
+
+    Without embedding, head and loss: our loss counts as one op, and does backward's work, too.
+    """
     record = json.loads(file.read_text(encoding="utf-8"))
-    together = record["moved"]["together"]
-    what = f"{record['model']}, a training forward of {record['batch'][1]:,} tokens in {record['dtype']}"
-    rows = {
-        "activations kept for backward": lambda side: f"{side['kept'] / 1e9:.1f} GB",
-        "ops that touch memory": lambda side: f"{side['ops']:,}",
-        "bytes that they move": lambda side: f"{side['moved'] / 1e9:.1f} GB",
-    }
+    layers = [sides for path, sides in record["moved"].items() if path.startswith("model.")]
+    what = f"{record['model']}'s layers, a training forward of {record['batch'][1]:,} tokens in {record['dtype']}"
     lines = [_line((f"{what}, on {CHIPS[record['chip']]}", "stock", "fused")), _line(("---", "---:", "---:"))]
-    return [*lines, *(_line((name, show(together["stock"]), show(together["fused"]))) for name, show in rows.items())]
+    for name, field, show in (
+        ("activations kept for backward", "kept", lambda count: f"{count / 1e9:.1f} GB"),
+        ("ops that touch memory", "ops", lambda count: f"{count:,}"),
+        ("bytes that they move", "moved", lambda count: f"{count / 1e9:.1f} GB"),
+    ):
+        lines.append(_line((name, *(show(sum(each[side][field] for each in layers)) for side in ("stock", "fused")))))
+    return lines
 
 
 def on_cpus(found: Sequence[Result]) -> list[str]:
@@ -198,34 +210,36 @@ def _products(result: Result) -> Iterator[str]:
 
 
 def on_gpus(found: Sequence[Result]) -> list[str]:
-    """The table of docs/gpu.md, and what was seen without a GPU."""
-    return ["", *table(found, ON_A_GPU), "", *_wrapped(f"{compiled()} {emulated()}"), ""]
+    """The table of docs/gpu.md, training steps once they are measured, and what was seen without a GPU."""
+    awaited = [Chosen(*key, FRONT[0].what, beside) for beside, key in FRONT[0].rows]
+    steps = [chosen for chosen in awaited if any(True for result in found for _ in _rows(result, chosen))]
+    return ["", *table(found, (*ON_A_GPU, *steps)), "", *_wrapped(f"{compiled()} {emulated()}"), ""]
 
 
 def beside_vllm(found: Sequence[Result]) -> str:
-    """How fast the engine and the server are beside vLLM's, each with its processor."""
-    (offline, one), (http, two) = (
-        next((result, row) for result in found for row in _rows(result, chosen))
-        for chosen in CHOSEN
-        if "vLLM" in chosen.peer
-    )
-    target = "" if one.target is None else f" (target {one.target:.3g}, {'met' if one.met else 'missed'})"
-    first, second = _processor(offline), _processor(http)
-    on = ("", f", both on an {first}") if first == second else (f" on an {first}", f" on an {second}")
-    return (
-        f"{one.ratio:.3g} of the speed of vLLM's offline `LLM`{target}{on[0]} and, over HTTP, {two.ratio:.3g} of its "
-        f"server's{on[1]}"
-    )
+    """How fast the engine and the server are beside vLLM's, on each processor; LookupError where that is not known."""
+    engine, server = (_of(found, chosen) for chosen in CHOSEN if "vLLM" in chosen.peer)
+    target = engine[0][1].target
+    aim = f" (target {target:.3g}, {'met' if all(row.met for _, row in engine) else 'missed'})" if target else ""
+    first, second = (" and ".join(f"{row.ratio:.3g}" for _, row in rows) for rows in (engine, server))
+    of_first, of_second = (" and ".join(f"an {_processor(result)}" for result, _ in rows) for rows in (engine, server))
+    on = ("", f", both on {of_first}") if of_first == of_second else (f" on {of_first}", f" on {of_second}")
+    return f"{first} of the speed of vLLM's offline `LLM`{aim}{on[0]} and, over HTTP, {second} of its server's{on[1]}"
+
+
+def _of(results: Sequence[Result], chosen: Chosen) -> list[tuple[Result, Row]]:
+    """The rows that ``chosen`` names; LookupError where no result holds one, or none that may be shown."""
+    found = [(result, row) for result in results for row in _rows(result, chosen)]
+    if not found:
+        raise LookupError(f"no result that may be shown holds {chosen[:4]}: run the benchmark, or change CHOSEN")
+    return found
 
 
 def table(results: Sequence[Result], rows: Sequence[Chosen] = CHOSEN) -> list[str]:
     """The lines of a table; LookupError for a row that no result holds, or that may not be shown."""
     lines = [_line(HEAD), _line("---" for _ in HEAD)]
     for chosen in rows:
-        found = [(result, row) for result in results for row in _rows(result, chosen)]
-        if not found:
-            raise LookupError(f"no result that may be shown holds {chosen[:4]}: run the benchmark, or change CHOSEN")
-        lines += [_line(_cells(chosen, result, row)) for result, row in found]
+        lines += [_line(_cells(chosen, result, row)) for result, row in _of(results, chosen)]
     return lines
 
 
@@ -251,12 +265,12 @@ def _between(row: Row) -> str:
 
 def _processor(result: Result) -> str:
     """A CPU by name and core: "AMD EPYC (Zen 4)"; ValueError where the record does not tell it."""
-    told = result.origin["cpu"]
-    kind = places.cpu_kind(told)
-    if kind is None:
-        raise ValueError(f"{result.path} does not tell its processor ({told!r}): measure it again")
-    core = kind.partition("-")[2]
-    return f"{told.partition(', ')[2].partition(', family')[0]} ({core.replace('zen', 'Zen ')})"
+    told = result.origin["cpu"] or ""
+    name = told.partition(", ")[2].partition(", family")[0]
+    if not name:
+        raise ValueError(f"{result.path} does not name its processor ({told!r}): file one that does, or remove it")
+    core = (places.cpu_kind(told) or "").partition("-")[2].replace("-", " ")
+    return f"{name} ({core.replace('zen', 'Zen ')})" if core else name
 
 
 def compiled(folder: Path = RECORDS) -> str:
@@ -297,8 +311,8 @@ def _counts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _emulated_cases() -> str:
-    count = sum(len(record["cases"]) for record in _counts(RECORDS))
-    return f"Compiled kernels run emulated in {count:,} test cases."
+    cases = {tuple(name.split()[1:]) for record in _counts(RECORDS) for name in record["cases"]}
+    return f"Compiled kernels were run in an emulator: {len(cases):,} cases."
 
 
 def _wrapped(text: str) -> list[str]:
@@ -325,12 +339,15 @@ DOCUMENTS: Mapping[str, Callable[[Sequence[Result]], list[str]]] = {
 
 
 def main(root: Path) -> None:
-    """Write the results of every document below ``root``."""
+    """Write the results of every document below ``root``, or of none where one cannot be written."""
     found = read_all([])
-    for name, lines in DOCUMENTS.items():
-        file = root / name
-        file.write_text(renewed(file.read_text(encoding="utf-8"), lines(found)), encoding="utf-8")
-        print(f"wrote the results of {name}")
+    texts = {
+        root / name: renewed((root / name).read_text(encoding="utf-8"), lines(found))
+        for name, lines in DOCUMENTS.items()
+    }
+    for file, text in texts.items():
+        file.write_text(text, encoding="utf-8")
+        print(f"wrote the results of {file.relative_to(root)}")
 
 
 if __name__ == "__main__":

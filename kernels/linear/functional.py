@@ -72,11 +72,10 @@ def measured(
     op: str,
 ) -> str | None:
     """The committed measurement by which the stock calls beat this forward launch, or None."""
-    if not x.is_cuda and dispatch.stand_in is None:
+    device = dispatch.stand_in()
+    if not x.is_cuda if device is None else device.type != "cuda":
         return None
-    device = dispatch.stand_in or x.device
-    if device.type != "cuda":
-        return None
+    device = device or x.device
     arch = target.architecture(device)
     if beaten := _beaten(arch, op, dtype, x.shape[:-1].numel()):
         return beaten

@@ -14,7 +14,7 @@ import torch
 from . import cache_key, launcher
 from .chips import described
 
-# Stands for a GPU that is asked about where there is none (``explain``, the planner): its measurements decide.
+# Stands for a GPU that ``explain`` is asked about where there is none: its measurements decide.
 ASSUMED = "sm_90"
 # Stands for the chip where kernels are interpreted: small blocks, so that small tests still cross tile borders.
 INTERPRETER = "interpreter"
@@ -158,7 +158,7 @@ def _own_architecture(device: torch.device) -> str:
     assert device.type != "meta", "meta tensors have a chip only inside capture()"
     if device.type == "cpu":
         return INTERPRETER
-    if not torch.cuda.is_available():
+    if device.type == "cuda" and not torch.cuda.is_available():
         return ASSUMED
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:

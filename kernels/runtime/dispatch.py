@@ -15,6 +15,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -152,16 +153,26 @@ def interpreter_breaks() -> str | None:
 
 @contextlib.contextmanager
 def choosing_for(device: torch.device) -> Iterator[None]:
-    """Within the block ops choose as they do on ``device``, wherever their tensors are: for fake tensors."""
-    global stand_in
-    outer, stand_in = stand_in, device
+    """Within the block this thread's ops choose as they do on ``device``, wherever their tensors are: for fake tensors.
+
+    Not for several threads at a time.
+    """
+    global _stand_in
+    outer, _stand_in = _stand_in, (device, threading.get_ident())
     try:
         yield
     finally:
-        stand_in = outer
+        _stand_in = outer
 
 
-stand_in: torch.device | None = None  # that of choosing_for
+_stand_in: tuple[torch.device, int] | None = None  # with the thread whose ops it is for
+
+
+def stand_in() -> torch.device | None:
+    """The device of :func:`choosing_for`, None outside of it."""
+    if _stand_in is None or _stand_in[1] != threading.get_ident():
+        return None
+    return _stand_in[0]
 
 
 def uses_reference(impl: str, on: torch.Tensor) -> bool:
@@ -169,7 +180,7 @@ def uses_reference(impl: str, on: torch.Tensor) -> bool:
     oneDNN implementation."""
     impl = _AUTO if impl == "auto" else impl  # asked(), without a call for each launch
     if impl == "auto":
-        return (on.is_cpu or on.is_meta) and stand_in is None
+        return (on.is_cpu or on.is_meta) and (_stand_in is None or stand_in() is None)
     return impl == "reference" or (impl == "onednn" and on.is_cpu)
 
 
@@ -197,7 +208,8 @@ def choose(
     """
     if _row_invariant:
         stock_wins = None  # it picks its algorithm by the number of rows
-    device = stand_in or device
+    if _stand_in is not None:
+        device = stand_in() or device
     if torch.compiler.is_compiling():
         return _decide(op, device, impl, unsupported, stock_wins, onednn)
     key = (op, device, impl, unsupported, stock_wins, onednn)

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from ...kernels.runtime import dispatch
+from ...kernels.runtime.device import ASSUMED
 from ...kernels.runtime.dispatch import Choice
 from . import sdpa_paths as paths
 
@@ -270,8 +271,10 @@ def _why_not_flex(device: torch.device, dtype: torch.dtype, head_dim: int, grad:
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability; without a GPU (`explain` for another machine), one that all paths support."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
+    """The compute capability; without a GPU (`explain` for another machine), that of the chip that stands for it."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_capability(device)
+    return divmod(int(ASSUMED.removeprefix("sm_")), 10)
 
 
 # ---------------------------------------------------------------------------------------------------- validation

@@ -8,6 +8,7 @@ first.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -111,7 +112,7 @@ def _run(
     if device.type != on.type:
         as_on = dispatch.choosing_for(device)
     try:
-        with torch.enable_grad(), fake, _Counter(add), saved, as_on:
+        with torch.enable_grad(), fake, _Counter(add), saved, as_on, _one_sequence():
             if given.is_floating_point():
                 model(x)
             elif hasattr(model, "get_output_embeddings"):
@@ -122,6 +123,29 @@ def _run(
         for handle in handles:
             handle.remove()
     return found
+
+
+@contextlib.contextmanager
+def _one_sequence() -> Iterator[None]:
+    """Within the block transformers takes fake positions to be those of one sequence each.
+
+    Of real ones it reads whether they begin anew. It does not read fake ones and makes a mask of [S, S], with which
+    attention keeps and moves what it does not in a run.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    find = getattr(masks, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+
+    def found(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if isinstance(position_ids, FakeTensor) else find(position_ids)
+
+    masks.find_packed_sequence_indices = found  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = find  # type: ignore[union-attr]
 
 
 def _off_meta(model: nn.Module, fake: FakeTensorMode) -> None:

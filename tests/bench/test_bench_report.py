@@ -372,6 +372,6 @@ def test_the_page_says_what_the_engines_committed_result_says():
         (serve.BATCH, "transformers' `generate_batch`"),
         (serve.REAL, "vLLM 0.32 for CPUs, offline `LLM`"),
     ):
-        assert f"| {shown} | {ratios[name]:.2f} | {ratios[f'{name}, {serve.FORCED}']:.2f} |" in page
+        assert f"| {shown} | {ratios[name]:.3g} | {ratios[f'{name}, {serve.FORCED}']:.3g} |" in page
     (slow,) = [row["ratio"] for row in rows if row["metric"].startswith("99th percentile at 80%")]
     assert f"(ratio {slow:.2f})" in page

@@ -86,6 +86,6 @@ def test_the_page_says_what_the_committed_result_says() -> None:
     assert {row["metric"] for row in record["rows"]} == SHOWN.keys()
     for row in record["rows"]:
         assert row["peer_name"] == serve_http.PEER
-        assert f"| {SHOWN[row['metric']]} | {row['ratio']:.2f} |" in page
+        assert f"| {SHOWN[row['metric']]} | {row['ratio']:.3g} |" in page
     assert (results / "serve_http.svg").is_file()
     assert "bench/results/cpu/amd-zen4/serve_http.svg" in page

@@ -22,7 +22,7 @@ from shardfuse.bench.harness.timing import Ceilings, Timing
 from shardfuse.bench.page.history import read_history
 from shardfuse.kernels.dev import registry
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "amd-zen5"
 ROW = Row("case", "us", 100.0, 150.0, "peer", 1.5, None, None, noise=0.01)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from typing import Any
 
@@ -31,7 +32,10 @@ def test_the_headlines_come_first_and_what_may_hang_last(planned):
     names = [step.name for step in plan.steps(planned, 0.5, {})]
     headlines = [name for name in plan.HEADLINES if name in planned]
     assert names[: len(headlines)] == headlines
-    assert {name[3] for name in set(plan.HEADLINES) - set(headlines)} <= {"Liger", "torch.compile"}  # missing; slow
+    missing = set(plan.HEADLINES) - set(headlines)
+    assert {name[0] for name in missing} <= {"train_step"}
+    if importlib.util.find_spec("transformers") is not None:
+        assert {name[3] for name in missing} <= {"Liger", "torch.compile"}  # not installed; slow
     assert len(plan.HEADLINES) == 29
     others = [name for name, *_ in names[len(headlines) :]]
     assert set(others[min(map(others.index, plan.SPIN)) :]) == set(plan.SPIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import counted
 import pytest
@@ -81,6 +82,25 @@ def test_figures_of_a_cpu_are_of_what_runs_there():
 @NEEDS_TRITON
 def test_a_model_on_the_meta_device_is_counted_alike():
     assert _counted("cuda", on="meta") == _counted("cuda")
+
+
+def test_attention_is_counted_with_what_it_gets_in_a_run(monkeypatch: pytest.MonkeyPatch):
+    """Its mask and its keys' heads: transformers reads what positions say, and fake ones say nothing."""
+    attend, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        mask = options.get("attn_mask", args[1] if len(args) > 1 else None)
+        seen.append((mask is None, options.get("is_causal"), options.get("enable_gqa"), tuple(key.shape)))
+        return attend(query, key, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    model, tokens = fuse(foreign("llama")).train(), torch.ones(1, S, dtype=torch.long)
+    model(tokens, labels=tokens, use_cache=False)
+    real = list(dict.fromkeys(seen))
+    seen.clear()
+    traffic(model, torch.device("cuda"), tokens)
+    assert list(dict.fromkeys(seen)) == real
+    assert real[0][0], "a mask in a run"
 
 
 class _Remembers(nn.Module):
