@@ -8,6 +8,7 @@ from .guide import Guide
 from .models import ServableModel, as_servable
 from .ranks import RanksLost
 from .request import QueueFull, Request, ScoredToken, TokenEvent
+from .sampling import LogitsNotFinite
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .stats import EngineStats
@@ -20,6 +21,7 @@ __all__ = [
     "EngineStats",
     "GenerationDefaults",
     "Guide",
+    "LogitsNotFinite",
     "QueueFull",
     "RanksLost",
     "Request",

@@ -139,6 +139,11 @@ class BlockAllocator:
                 heappush(self._free, block)
         self._tokens.pop(sequence, None)
 
+    def distrust(self, sequence: int) -> None:
+        """Let no later sequence share the blocks of ``sequence``."""
+        for block in self._tables[sequence]:
+            self._prefixes.forget(block)
+
     def forget(self) -> None:
         """Let no later sequence share the blocks computed so far."""
         self._free = sorted(self._free + self._prefixes.clear())

@@ -21,6 +21,7 @@ from ..kernels.runtime.checks import check_impl, whole_number
 from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
 from ..kernels.runtime.sealing import SealBroken
 from ..layers.attention.paged import default_block_size
+from ..layers.trial import trial
 from ..parallel.core.collectives import CollectiveError
 from .admission import Admission
 from .allocator import BlockAllocator
@@ -32,9 +33,11 @@ from .outcome import New, draw, event_of
 from .ranks import RanksLost
 from .request import Finish, Request, SequenceState, TokenEvent
 from .runner import Runner
+from .sampling import LogitsNotFinite
 from .scheduler import Chunk, Scheduler
 from .stats import EngineLoad, EngineStats
 from .text import AnswerText, Tokenizer, decoder
+from .weights import check_weights
 
 KV_DTYPES = {CACHE_NAMES[dtype]: dtype for dtype in QUANTISED}
 
@@ -84,8 +87,8 @@ class Engine:
         guide_memory_mib: memory of all guides together, those in use, those that compile and those kept for later. A
             guide may take a quarter of what those in use leave.
 
-    ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work, TypeError for another kind of
-    model or tokenizer.
+    ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work and for a weight that is NaN,
+    TypeError for another kind of model or tokenizer.
     """
 
     def __init__(
@@ -230,9 +233,10 @@ class Engine:
         self._check_leads("warmup")
         if self._live:
             raise RuntimeError("warmup: requests are being served; warm up before the first one")
-        for what in self._runner.warm_up():
-            if progress is not None:
-                progress(what)
+        with trial(bare(self.model)):
+            for what in self._runner.warm_up():
+                if progress is not None:
+                    progress(what)
         self._runner.rest()
 
     @contextlib.contextmanager
@@ -296,7 +300,7 @@ class Engine:
         of earlier weights. Over several ranks all call it, after :meth:`dismiss`.
 
         Raises RuntimeError if ``state`` does not fit the model, some of whose weights may then have changed, or if the
-        other ranks still follow this one.
+        other ranks still follow this one; ValueError if a weight is NaN, which then stays so.
         """
         if self._leads and self.model.group.size > 1 and self._runner.followed and self._open:
             raise RuntimeError(
@@ -309,6 +313,7 @@ class Engine:
         finally:
             self._runner.new_weights()
             self._scheduler.new_weights()
+        check_weights(bare(self.model), self.model.group)
 
     @property
     def generation(self) -> GenerationDefaults:
@@ -405,8 +410,8 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Admit requests, compute one batch, retire finished ones; returns the new tokens, in order of admission.
 
-        A sequence that fails, in the model or in sampling, ends with an event that carries the error; other sequences
-        are unaffected. If a failure belongs to no single sequence, the step fails as a whole and raises. No token is
+        A sequence that fails, in the model or in sampling, ends with an event that carries the error, LogitsNotFinite
+        for logits that are NaN or infinite; other sequences are unaffected. If a failure belongs to no single sequence, the step fails as a whole and raises. No token is
         lost then: the next step computes the same tokens again, one sequence at a time, and ends the sequences that
         fail again.
 
@@ -586,6 +591,9 @@ class Engine:
                     self._scheduler.fork(lead, sequence)
             for sequence, new in news:
                 event = event_of(sequence, new)
+                if isinstance(event.error, LogitsNotFinite):  # its keys and values may be NaN
+                    self._scheduler.distrust(sequence)
+                    self.stats.not_finite += 1
                 if event.finish is not None:
                     self._retire(sequence)
                 events.append(event)

@@ -15,7 +15,7 @@ from ..kernels.runtime import sealing
 from .inputs import Shape
 
 Run = Callable[[], torch.Tensor]
-Capture = Callable[[Run], Run]  # returns a function that recomputes into the same tensor
+Capture = Callable[[Run], tuple[torch.Tensor, Run]]  # a first result, and a function that recomputes into one tensor
 
 _SHORTEST = 1024  # tokens; each longer graph covers 4 times as many
 
@@ -53,11 +53,14 @@ class Graphs:
                 yield seqs, length
 
     def run(self, size: tuple[int, int], compute: Run) -> torch.Tensor:
-        """Replay the graph of ``size``, capturing ``compute`` first if needed. The next replay overwrites it."""
+        """Replay the graph of ``size``, whose next replay overwrites the result; the first time, capture ``compute``,
+        which runs once, before the capture.
+        """
         graph = self._graphs.get(size)
         if graph is None:
             sealing.refuse(f"a decode step of {size[0]} sequences up to {size[1]} tokens would be captured")
-            graph = self._graphs[size] = self._capture(compute)
+            out, self._graphs[size] = self._capture(compute)
+            return out
         return graph()
 
 
@@ -65,12 +68,13 @@ def cuda_capture() -> Capture:
     """Capture in CUDA graphs that share their memory."""
     pool = torch.cuda.graph_pool_handle()
 
-    def capture(compute: Run) -> Run:
+    def capture(compute: Run) -> tuple[torch.Tensor, Run]:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):  # this run does all compilation and lasting allocation
-            compute()
+            first = compute()
         torch.cuda.current_stream().wait_stream(aside)
+        first.record_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             out = compute()
@@ -79,6 +83,6 @@ def cuda_capture() -> Capture:
             graph.replay()
             return out
 
-        return replay
+        return first, replay
 
     return capture

@@ -11,10 +11,12 @@ from torch import nn
 from ..kernels.runtime.checks import type_name
 from ..layers.attention.paged import PagedBatch
 from ..layers.transformer import ParallelTransformer
+from ..layers.trial import trial
 from ..parallel.core.mesh import SINGLE, Group
 from ..parallel.grid.grid import Grid
 from .foreign import Served, is_foreign
 from .foreign.probe import Recorder, tokens_of
+from .weights import check_weights
 
 
 class ServableModel(Protocol):
@@ -71,15 +73,22 @@ def as_servable(model: Any) -> ServableModel:
     """``model`` behind the engine's interface: the model itself, or a wrapper.
 
     This function runs a few tokens through a foreign module to check that every layer attends over the cache, and for a
-    model of transformers also compares its logits. Over several ranks all call it.
+    model of transformers also compares its logits; its buffers stay what they were. Over several ranks all call it.
 
-    Raises TypeError for an object of another kind, ValueError for a model that cannot be served as it is.
+    Raises TypeError for an object of another kind, ValueError for a model that cannot be served as it is, say because
+    one of its weights is NaN.
     """
     if isinstance(model, nn.Module) and any(param.is_meta for param in model.parameters()):
         raise ValueError("Engine: the model is on the meta device: load its weights first, say with load_hf")
+    with trial(model):
+        return _servable(model)
+
+
+def _servable(model: Any) -> ServableModel:
     if is_foreign(model):
         return Served(model)
     _check(model)
+    check_weights(bare(model), getattr(model, "group", SINGLE))
     if isinstance(model, ParallelTransformer | Served):
         return model
     if isinstance(model, nn.Module):

@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.runtime import dispatch
 from .request import SequenceState, TokenEvent
-from .sampling import Sampled, sample
+from .sampling import Sampled, not_finite, sample
 
 
 class New(NamedTuple):
@@ -23,7 +23,7 @@ def draw(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampl
     """The next token of each sequence from logits [S, V], or the error of choosing it."""
     if len(sequences) == 1 or not dispatch.row_by_row(logits):
         try:
-            return list(sample(logits, sequences))
+            return sample(logits, sequences)
         except Exception as error:
             if len(sequences) == 1:
                 return [error]
@@ -37,11 +37,13 @@ def event_of(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:
             finish, text = sequence.accept(new.token)
             scored = sequence.request.sampling.prompt_logprobs is not None and sequence.generated == 1
             scores = sequence.prompt_scores if scored and not sequence.index else None
+            if scores is not None and (at := scores.first_wrong()) is not None:
+                raise not_finite(f"after token {at + 1} of the prompt")
             reason = sequence.stop_reason if finish == "stop" else None
             token, logprob, likeliest = new
             return TokenEvent(
                 sequence.number, token, finish, None, logprob, likeliest, text, scores, sequence.index, reason
             )
-        except Exception as error:  # an error of the tokenizer or the guide
+        except Exception as error:  # an error of the tokenizer, the guide or the prompt's scores
             new = error
     return TokenEvent(sequence.number, None, "error", new, text=sequence.rest(), index=sequence.index)

@@ -70,6 +70,11 @@ class PrefixCache:
         self._idle[block] = None
         return True
 
+    def forget(self, block: int) -> None:
+        """Let no later sequence find a block that has an owner."""
+        if (digest := self._hashes.pop(block, None)) is not None:
+            del self._blocks[digest]
+
     def evict(self) -> int | None:
         """Forget and return the least recently used block; None if every known block has an owner."""
         if not self._idle:

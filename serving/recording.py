@@ -4,14 +4,17 @@ Like a CUDA graph on a GPU, a recording holds the ops of one number of tokens, w
 a graph it calls each op again, so the allocator provides the memory, and it calls attention, whose work depends on
 lengths, on the new step's batch.
 
-The runner records a number of tokens after it has occurred a few times, and computes the next such step both ways. If
-the results differ in any bit, the model does more than a list of ops can hold, and the runner stops recording it. A
-change of parameters ends a recording. Hooks run during recording, not during replay. Models of transformers read values
-on the host (for packed sequences), so their steps are not recorded.
+The runner records a number of tokens after it has occurred a few times, and computes the next such step both ways, by
+the replay first, so that the forward's keys and values are the ones that stay. If logits, keys or values differ in any
+bit, the model does more than a list of ops can hold, and the runner stops recording it. A model that writes to a tensor
+of its own is not recorded, because such a step must not run twice. A change of parameters ends a recording. Hooks run
+during recording, not during replay. Models of transformers read values on the host (for packed sequences), so their
+steps are not recorded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -61,13 +64,19 @@ class _Recorder(TorchDispatchMode):
         self.why_not = ""
         self.alive: list[Any] = []  # keeps every tensor alive, so that no id is reused
         self._named: dict[int, Any] = {}
+        self._storages: set[int] = set()  # of the tensors that the step makes or is given
         for each in given:
             self._name(each)
+            self._storages.add(_storage(each))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if any(each in func.name() for each in _VARIES):
             self.why_not = f"{func.name()} is one of its ops"
+        given = {_storage(each) for each in _tensors((args, kwargs))}
+        self._storages |= {_storage(each) for each in _tensors(out)} - given
+        if not {_storage(each) for each in _written(func, args, kwargs or {})} <= self._storages:
+            self.why_not = f"{func.name()} writes to a tensor that outlives the step"
         self.note(func, args, kwargs or {}, out)
         return out
 
@@ -114,7 +123,13 @@ class _NotedBatch(PagedBatch):
 
 
 class _Unrecordable(Exception):
-    """A replay could differ from the step: its ops depend on values or on other ranks, or their tensors are hidden."""
+    """A replay could differ from the step: its ops depend on values or on other ranks, write to a tensor that outlives
+    the step, or hide their tensors. ``out`` is the step's result.
+    """
+
+    def __init__(self, why: str, out: torch.Tensor) -> None:
+        super().__init__(why)
+        self.out = out
 
 
 class Recording:
@@ -130,7 +145,7 @@ class Recording:
         with recorder, library.recorded():
             self.out = forward(tokens, noted)
         if recorder.why_not:
-            raise _Unrecordable(recorder.why_not)
+            raise _Unrecordable(recorder.why_not, self.out)
         self._result, self._size = recorder.named(self.out), len(recorder.alive)
         self._calls = _fold(recorder.calls, self._result)
         wanted = {self._result}
@@ -201,9 +216,9 @@ class Recordings:
     def _record(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         try:
             recording = Recording(self._forward, tokens, batch)
-        except _Unrecordable:
+        except _Unrecordable as step:
             self._off = True
-            return self._forward(tokens, batch)
+            return step.out
         self._kept[count := len(tokens)] = recording
         self._checked.discard(count)
         if len(self._kept) > _KEPT:
@@ -212,20 +227,56 @@ class Recordings:
 
     def _compare(self, recording: Recording, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Compute the step both ways; if the results are equal replay it from now on, else stop recording."""
-        expected, found = self._forward(tokens, batch), recording.replay(tokens, batch)
-        self._checked.add(len(tokens))
-        if not torch.equal(expected.view(torch.uint8), found.contiguous().view(torch.uint8)):
-            self._off = True
-            self._kept.clear()
-            warnings.warn(
-                "a recorded step of this model came to other logits than its forward, so the engine goes on without "
-                "recordings: some op of it depends on what the host read",
-                stacklevel=2,
-            )
-        return expected
+        found: list[torch.Tensor] = []
+        with contextlib.suppress(Exception):  # an error of the step itself is raised by the forward
+            found = [recording.replay(tokens, batch), *_stored(batch)]
+        out = self._forward(tokens, batch)
+        expected = [out, *_stored(batch)]
+        if len(found) == len(expected) and all(map(_same_bits, found, expected)):
+            self._checked.add(len(tokens))
+            return out
+        self._off = True
+        self._kept.clear()
+        warnings.warn(
+            "a recorded step of this model came to other logits, keys or values than its forward, so the engine goes "
+            "on without recordings: some op of it depends on what the host read",
+            stacklevel=2,
+        )
+        return out
 
 
 _GIVEN = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions", "logit_indices", "tokens")
+
+
+def _stored(batch: PagedBatch) -> list[torch.Tensor]:
+    """What the cache holds in the step's slots: of data [S, layers, K, H + Hv], of scales [S, layers, K]."""
+    slots, size = batch.slot_mapping[batch.slot_mapping >= 0], batch.cache.block_size
+    return [x[:, slots // size, :, slots % size] for x in batch.cache.by_block()]
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``value``."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+def _storage(x: torch.Tensor) -> int:
+    """A number of its memory; tensors of oneDNN's own layouts, which show none, share theirs with no other."""
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else -id(x)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The arguments that an op writes to, by its schema."""
+    for position, each in enumerate(func._schema.arguments):
+        if each.is_write:
+            yield from _tensors(args[position] if position < len(args) else kwargs.get(each.name))
 
 
 def _given(tokens: torch.Tensor, batch: PagedBatch) -> list[torch.Tensor]:

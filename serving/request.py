@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, overload
 
+import numpy as np
 import torch
 
 from .guiding import GuideState
@@ -183,6 +184,11 @@ class PromptScores(Sequence[ScoredToken]):
         self._logprobs.frombytes(logprobs.cpu().numpy().tobytes())
         self._best.frombytes(tops.values.cpu().numpy().tobytes())
         self._likeliest.frombytes(tops.indices.to(torch.int32).cpu().numpy().tobytes())
+
+    def first_wrong(self) -> int | None:
+        """The first position whose logits had no log-probabilities, because one was NaN or +inf, or all -inf."""
+        wrong = np.isnan(np.frombuffer(self._logprobs, np.float64)) if self._logprobs else np.zeros(0, bool)
+        return int(wrong.argmax()) if wrong.any() else None
 
     def clear(self) -> None:
         """Forget them all."""

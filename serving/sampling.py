@@ -27,18 +27,27 @@ class Sampled(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token, log-probability), the likeliest first
 
 
-def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled]:
+class LogitsNotFinite(ArithmeticError):
+    """The model gave a sequence logits of which no token can be chosen: NaN, +inf, or -inf alone."""
+
+
+def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled | Exception]:
     """The next token of each sequence from ``logits`` [S, V], by its request's :class:`SamplingParams`.
 
     A row's result depends on that row alone. A draw inverts the cumulative distribution in fp64, summed in the order of
     the vocabulary, at a number derived from seed and position: equal logits give equal tokens on every rank and in
-    every batch. A row with NaN gives the index of its first NaN.
+    every batch.
 
-    Raises ValueError if a row's guide allows no token that its request allows.
+    Instead of a token, a row gives LogitsNotFinite if any logit of the model is NaN or +inf, or all are -inf;
+    GuideRefused or ValueError if its request allows no token that has a finite logit. The test is part of the maximum,
+    and its result comes to the host with the tokens.
     """
     params = [sequence.request.sampling for sequence in sequences]
     if all([each.likeliest for each in params]):  # noqa: C419 - a generator takes longer
-        return [Sampled(token) for token in logits.argmax(dim=-1).tolist()]
+        return [
+            Sampled(int(token)) if token == token else _not_finite(sequence)
+            for token, sequence in zip(_to_host(*_likeliest(logits)), sequences)
+        ]
     own = logits  # the model's own
     changed = [row for row, each in enumerate(params) if each.penalises or each.logit_bias or each.allowed_tokens]
     if changed:
@@ -46,34 +55,67 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
         for row in changed:
             sequences[row].changes.apply_(logits[row], sequences[row].request, sequences[row].tokens)
     guides = [sequence.guide for sequence in sequences]
-    guided = any(guides)
-    if guided:
+    if any(guides):
         logits = masked(logits, guides)
-    tokens = logits.argmax(dim=-1)
+    tokens, best = _likeliest(logits)
     drawn = [row for row, each in enumerate(params) if each.temperature > 0]
     if drawn:
         at = _rows(drawn, logits)
         tokens[at] = _draw(logits[at], tokens[at], [sequences[row] for row in drawn])
-    chosen = tokens.tolist()
-    if guided:
-        _check_allowed(logits.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist(), sequences)
-    reported = {row: each.logprobs for row, each in enumerate(params) if each.logprobs is not None}
+    if logits is not own:
+        score = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        best = torch.add(own.amax(-1), score.clamp(max=0), alpha=0)  # a change may bring a score to +inf, not to -inf
+    told = _to_host(tokens, best)
+    wrong = {row: _wrong(own[row], sequences[row]) for row, token in enumerate(told) if token != token}
+    chosen = [0 if row in wrong else int(token) for row, token in enumerate(told)]
+    reported = {
+        row: each.logprobs for row, each in enumerate(params) if each.logprobs is not None and row not in wrong
+    }
     scored = _scored(own, chosen, reported) if reported else {}
-    return [scored.get(row) or Sampled(token) for row, token in enumerate(chosen)]
+    return [wrong.get(row) or scored.get(row) or Sampled(token) for row, token in enumerate(chosen)]
 
 
-def _check_allowed(scores: Sequence[float], sequences: Sequence[SequenceState]) -> None:
-    """Raise ValueError for a guided sequence whose chosen token has the score -inf: then all tokens have."""
-    for score, sequence in zip(scores, sequences):
-        if sequence.guide is not None and score == float("-inf"):
-            where = f"guide: after {sequence.generated} tokens of the answer, none of the tokens that it allows "
-            if sequence.request.sampling.allowed_tokens is not None:
-                raise GuideRefused(where + "is in allowed_tokens: allow more tokens, or name a stop token")
-            raise ValueError(where + "has a finite logit: allow more tokens, or name a stop token")
+def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first token [S] with the greatest logit of each row, and that logit [S]: NaN if any of the row is."""
+    if logits.is_cpu and logits.itemsize > 2:  # where argmax takes half of max's time
+        tokens = logits.argmax(dim=-1)
+        return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    best, tokens = logits.max(dim=-1)
+    return tokens, best
+
+
+def _to_host(tokens: torch.Tensor, best: torch.Tensor) -> list[float]:
+    """``tokens`` [S] in one copy, with NaN for those whose logit ``best`` [S] is not finite: 0 times it is NaN."""
+    wide = best if best.itemsize > 2 else best.float()  # fp32 holds whole numbers up to 2^24, and no vocabulary is larger
+    return torch.add(tokens, wide, alpha=0).tolist()
+
+
+def _wrong(own: torch.Tensor, sequence: SequenceState) -> Exception:
+    """The error of a sequence without a token, from the model's own logits [V]."""
+    if not own.amax().isfinite():
+        return _not_finite(sequence)
+    where = f"after {sequence.generated} tokens of the answer, none of the tokens that "
+    if sequence.guide is None:
+        return ValueError(f"{where}the request allows has a finite logit: allow more tokens")
+    if sequence.request.sampling.allowed_tokens is not None:
+        return GuideRefused(f"guide: {where}it allows is in allowed_tokens: allow more tokens, or name a stop token")
+    return ValueError(f"guide: {where}it allows has a finite logit: allow more tokens, or name a stop token")
+
+
+def _not_finite(sequence: SequenceState) -> LogitsNotFinite:
+    return not_finite(f"for token {sequence.generated + 1} of the answer, at position {len(sequence.tokens)},")
+
+
+def not_finite(where: str) -> LogitsNotFinite:
+    """The error of logits ``where`` they are no numbers."""
+    return LogitsNotFinite(
+        f"the model's logits {where} are NaN or infinite: look for NaN in its weights, or for a sum beyond its dtype's "
+        "range (in fp16: serve it in bf16 or fp32)"
+    )
 
 
 def _draw(logits: torch.Tensor, likeliest: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:
-    """Tokens [S] drawn from logits [S, V] at their sequences' temperatures; ``likeliest`` [S] of those with NaN."""
+    """Tokens [S] drawn from logits [S, V] at their sequences' temperatures; ``likeliest`` [S] where none can be."""
     params = [sequence.request.sampling for sequence in sequences]
     wide, size = logits.to(torch.float64), logits.shape[1]
     numbers = uniform([each.seed for each in sequences], [each.generated for each in sequences])

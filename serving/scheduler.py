@@ -146,6 +146,10 @@ class Scheduler:
             self._leave(sequence)
         self.clients.remove(sequence)
 
+    def distrust(self, sequence: SequenceState) -> None:
+        """Let no later sequence share what a running one has computed, before :meth:`remove`."""
+        self.allocator.distrust(sequence.id)
+
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, with blocks allocated for all of them; empty if no sequence waits or runs.
 

@@ -30,6 +30,7 @@ class EngineStats:
     kept_tokens: int = 0  # brought back from host memory after a preemption
     shared_tokens: int = 0  # found in the cache, of prompts and of tokens that a preemption had lost
     generated_tokens: int = 0
+    not_finite: int = 0  # answers that ended because the model's logits were NaN or infinite
     preemptions: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -122,7 +122,7 @@ class PagedKVCache:
         elif kv_scales == "tensor":
             self.k_scale, self.v_scale = (torch.ones(num_layers, device=device) for _ in range(2))
         if self.data.is_cpu:  # attention reads a page twice if one of its unowned slots holds NaN
-            for x in self._by_block():
+            for x in self.by_block():
                 x.view(torch.uint8).zero_()
 
     def layer(self, index: int) -> torch.Tensor:
@@ -137,7 +137,7 @@ class PagedKVCache:
         where = slice(index, index + 1) if self.k_scale.dim() == 1 else index
         return {"k_scale": self.k_scale[where], "v_scale": self.v_scale[where]}
 
-    def _by_block(self) -> list[torch.Tensor]:
+    def by_block(self) -> list[torch.Tensor]:
         """Every tensor with a block dimension, which is its second one."""
         scales = [x for x in (self.k_scale, self.v_scale) if x is not None and x.dim() > 1]
         return [self.data, *scales]
@@ -145,7 +145,7 @@ class PagedKVCache:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, target) in every layer: copy-on-write for sequences that diverge."""
         where = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2)
-        copy_blocks_(self._by_block(), where.to(self.data.device, non_blocking=True), block_dim=1)
+        copy_blocks_(self.by_block(), where.to(self.data.device, non_blocking=True), block_dim=1)
 
     def swap_blocks(self, target: PagedKVCache, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, given as pairs (block here, block there), into ``target``, a cache that differs at most in
@@ -154,7 +154,7 @@ class PagedKVCache:
         A copy from a GPU to pinned memory is asynchronous: synchronise before reading it.
         """
         where = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2)
-        swap_blocks_(self._by_block(), target._by_block(), where, block_dim=1)
+        swap_blocks_(self.by_block(), target.by_block(), where, block_dim=1)
 
     @property
     def nbytes(self) -> int:

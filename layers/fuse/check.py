@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...kernels.dev.accuracy import Verdict, judge
+from ..trial import trial
 from .finding import named
 from .matchers.head import Head
 from .probing import Foreign, foreign
@@ -30,7 +31,7 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
 
     ``batch`` runs through the stock ``model`` in evaluation mode. Beside each module of ``found`` this function runs
     its fused version and, for the budget, an fp64 copy of the module, forward and backward. Each gets its own copy of
-    the arguments, since a cache among them is written to. The head is left out: its fused version differs in training
+    the arguments, since a cache among them is written to, and the model's buffers stay what they were. The head is left out: its fused version differs in training
     only, and takes the whole model. A terminal sees how many modules are compared.
 
     Raises ValueError for a model or a batch without values, for a batch that runs none of the modules, and where a
@@ -110,7 +111,7 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), bar:
+        with torch.no_grad(), trial(model), bar:
             if isinstance(batch, Mapping):
                 model(**batch)
             elif isinstance(batch, Sequence):

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...layers.attention.paged import PagedBatch
 from ...layers.fuse.view import names_in
+from ..weights import check_weights
 from . import attention, limits, own
 from .probe import Heads, Recorder, compare, tokens_of
 from .step import Loan, Pass, computing
@@ -51,6 +52,7 @@ class Served:
         attention.register()
         self.module = model
         self.group = limits.group_of(model)
+        check_weights(model, self.group)
         self._loans = _loans(model)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._places = "position_ids" in inspect.signature(model.forward).parameters

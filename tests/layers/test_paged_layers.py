@@ -91,7 +91,7 @@ def test_storage_refuses(options: dict[str, Any], message: str) -> None:
 def test_blocks_are_copied_and_swapped_with_their_scales(dtype: torch.dtype) -> None:
     sizes = {"num_kv_heads": 2, "head_dim": 4, "block_size": 2, "dtype": dtype}
     here, there = PagedKVCache(3, 5, **sizes), PagedKVCache(3, 2, **sizes)
-    parts = [(a, b) for a, b in zip(here._by_block(), there._by_block())]
+    parts = [(a, b) for a, b in zip(here.by_block(), there.by_block())]
     assert len(parts) == (3 if dtype == torch.int8 else 1)
     for a, b in parts:
         a.copy_(torch.arange(a.numel()).view(a.shape) % 100)

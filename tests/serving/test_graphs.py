@@ -41,15 +41,16 @@ class StandIn:
         self.captured = 0
         self.replayed = 0
 
-    def __call__(self, compute: Run) -> Run:
+    def __call__(self, compute: Run) -> tuple[torch.Tensor, Run]:
         self.captured += 1
-        out = compute()
+        first = compute()
+        out = torch.empty_like(first)
 
         def replay() -> torch.Tensor:
             self.replayed += 1
             return out.copy_(compute())
 
-        return replay
+        return first, replay
 
 
 def _engine(**options: Any) -> tuple[Engine, StandIn]:
@@ -67,7 +68,7 @@ def test_captured_steps_give_the_same_tokens(num_blocks: int, n: int) -> None:
     assert engine.generate(_requests(n)) == expected
     assert (engine.stats.preemptions > 0) == (num_blocks == 9)
     assert 0 < capture.captured <= 4  # of 1, 2, 4 and 6 sequences
-    assert capture.replayed >= 4 * capture.captured
+    assert capture.replayed >= 3 * capture.captured
     assert engine.generate(_requests(n)) == expected
 
 

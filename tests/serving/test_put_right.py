@@ -145,8 +145,8 @@ def test_a_state_that_is_refused_leaves_nothing_of_the_old_weights_in_the_cache(
 
 
 def test_a_broken_seal_fails_all_requests_of_its_step() -> None:
-    def capture(compute: Run) -> Run:
-        return compute
+    def capture(compute: Run) -> tuple[torch.Tensor, Run]:
+        return compute(), compute
 
     engine = Engine(exact("gated"), num_blocks=16, block_size=4)
     engine._runner.graphs = Graphs(capture, 8, 64)

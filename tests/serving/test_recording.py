@@ -7,6 +7,7 @@ import itertools
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from serving_case import STYLES
@@ -116,7 +117,74 @@ def test_a_step_that_depends_on_what_the_host_reads_is_not_replayed() -> None:
             warnings.simplefilter("always")
             assert _events(engine, _requests()) == expected
         assert _recordings(engine).replayed == 0
-        assert any("came to other logits than its forward" in str(each.message) for each in said) == warns
+        assert any("other logits, keys or values than its forward" in str(each.message) for each in said) == warns
+
+
+class Host(torch.nn.Module):
+    """A layer that computes past all ops: a recording holds the result of one step for all."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+        y = torch.from_numpy(np.tanh(x.detach().numpy()))
+        return y if residual is None else y + residual
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_keys_and_values_of_a_wrong_replay_do_not_stay(kv_dtype: str | None) -> None:
+    model = tiny_model(dtype=torch.float32, vocab_size=32)
+    model.model.layers[0].mlp = Host()
+    sizes: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "kv_dtype": kv_dtype}
+    expected = _events(Engine(model, enforce_eager=True, **sizes), _requests())
+    engine = Engine(model, **sizes)
+    with pytest.warns(UserWarning, match="other logits, keys or values than its forward"):
+        assert _events(engine, _requests()) == expected
+    assert _recordings(engine).replayed == 0
+
+
+class Last(ParallelTransformer):
+    """Its last layer's values go to the cache alone: no logits depend on them, and a host writes to them."""
+
+    def __call__(self, tokens: torch.Tensor, **kwargs: Any) -> Any:
+        logits = super().__call__(tokens, **kwargs)
+        heads = torch.full((len(tokens), 4, 8), float(tokens.tolist()[0]))
+        kwargs["cache"].attend(1, heads, heads[:, :2], heads[:, :2])
+        return logits
+
+
+def test_logits_alone_do_not_make_a_replay_right() -> None:
+    """Keys and values that the step leaves to later ones are compared as well."""
+    model = copy.deepcopy(tiny_model(dtype=torch.float32, vocab_size=32))
+    heads = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
+    assert heads == (4, 2, 8)
+    model.__class__ = Last
+    engine = Engine(model, num_blocks=32, block_size=4)
+    with pytest.warns(UserWarning, match="other logits, keys or values than its forward"):
+        _events(engine, _requests())
+    assert _recordings(engine).replayed == 0
+
+
+class Counting(ParallelTransformer):
+    """Counts its forwards in a buffer, through a view of it."""
+
+    def __call__(self, tokens: torch.Tensor, **kwargs: Any) -> Any:
+        self.forwards[:1].add_(1)  # type: ignore[operator, index, union-attr]
+        return super().__call__(tokens, **kwargs)
+
+
+def _counting() -> Any:
+    model = copy.deepcopy(tiny_model(dtype=torch.float32, vocab_size=32))
+    model.__class__ = Counting
+    model.register_buffer("forwards", torch.zeros(2, dtype=torch.int64))
+    return model
+
+
+def test_a_model_that_writes_to_its_own_tensor_runs_once_a_step() -> None:
+    model = _counting()
+    engine = Engine(model, num_blocks=32, block_size=4)
+    expected = _events(Engine(tiny_model(dtype=torch.float32, vocab_size=32), num_blocks=32, block_size=4), _requests())
+    assert _events(engine, _requests()) == expected
+    assert engine.stats.steps > 2 * _SEEN
+    assert model.forwards.tolist() == [engine.stats.steps, 0]
+    assert _recordings(engine).replayed == 0
 
 
 def test_an_error_of_the_model_in_a_recorded_step_does_not_end_recording() -> None:

@@ -54,8 +54,7 @@ def _step(model: nn.Module, *, eager: bool) -> Callable[[], object]:
     return step
 
 
-def _capture(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def _capture(compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
     """In place of a CUDA graph, one whose launch takes no time."""
-    compute()
-    out = compute()
-    return lambda: out
+    first, out = compute(), compute()
+    return first, lambda: out

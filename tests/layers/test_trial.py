@@ -1,0 +1,88 @@
+"""Runs of a model beside its real work leave its buffers and the random states as they were."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardfuse import Engine, Request, fuse
+from shardfuse.layers.trial import trial
+from shardfuse.serving.graphs import Graphs, Run
+from shardfuse.testing import tiny_model
+
+
+class Counter(nn.Module):
+    """Passes its input on, and keeps what running statistics keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("largest", torch.tensor(float("nan")))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.rand(1)
+        self.calls += 1
+        self.largest = x.detach().abs().max()  # another tensor
+        return x
+
+
+def _model() -> Any:
+    model = copy.deepcopy(tiny_model(dtype=torch.float32, vocab_size=32))
+    model.counter = Counter()
+    model.register_forward_hook(lambda module, args, out: module.counter(out))
+    return model
+
+
+def test_buffers_and_random_states_are_put_back() -> None:
+    counter, state = Counter(), torch.get_rng_state()
+    calls, largest = counter.calls, counter.largest
+    with pytest.raises(RuntimeError), trial(counter, "no module"):
+        counter(torch.ones(2))
+        raise RuntimeError
+    assert counter.calls is calls
+    assert counter.largest is largest
+    assert calls == 0
+    assert largest.isnan()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_large_buffers_are_left_alone() -> None:
+    model = nn.Module()
+    model.register_buffer("weights", torch.zeros((1 << 20) + 1))
+    with trial(model):
+        model.weights.add_(1)
+    assert model.weights[0] == 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_engine_counts_the_steps_of_requests_alone(captured: bool) -> None:
+    """What is tried at its construction, in its warm-up and before a capture is no step."""
+    model = _model()
+
+    def capture(compute: Run) -> tuple[torch.Tensor, Run]:
+        return compute(), compute
+
+    engine = Engine(model, num_blocks=32, block_size=4, enforce_eager=True)
+    if captured:
+        engine._runner.graphs = Graphs(capture, 8, 64)
+    engine.warmup()
+    assert model.counter.calls == 0
+    engine.generate([Request([1, 2], max_new_tokens=4)])
+    assert model.counter.calls == engine.stats.steps == 4
+
+
+def test_the_check_of_fuse_leaves_no_trace() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install .[hf])")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes)).eval()
+    mlp = model.model.layers[0].mlp
+    mlp.counter = Counter()
+    mlp.act_fn.register_forward_hook(lambda module, args, out: mlp.counter(out))
+    state = torch.get_rng_state()
+    fuse(model, check={"input_ids": torch.tensor([[1, 2, 3]])})
+    assert mlp.counter.calls == 0
+    assert torch.equal(torch.get_rng_state(), state)
