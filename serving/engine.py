@@ -411,9 +411,9 @@ class Engine:
         """Admit requests, compute one batch, retire finished ones; returns the new tokens, in order of admission.
 
         A sequence that fails, in the model or in sampling, ends with an event that carries the error, LogitsNotFinite
-        for logits that are NaN or infinite; other sequences are unaffected. If a failure belongs to no single sequence, the step fails as a whole and raises. No token is
-        lost then: the next step computes the same tokens again, one sequence at a time, and ends the sequences that
-        fail again.
+        for logits that are NaN or infinite; other sequences are unaffected. If a failure belongs to no single sequence,
+        the step fails as a whole and raises. No token is lost then: the next step computes the same tokens again, one
+        sequence at a time, and ends the sequences that fail again.
 
         If a rank has ended, or does not answer within the mesh's timeout, every request ends with an event whose error
         is a RanksLost, and the engine accepts no more requests.

@@ -68,9 +68,7 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
     told = _to_host(tokens, best)
     wrong = {row: _wrong(own[row], sequences[row]) for row, token in enumerate(told) if token != token}
     chosen = [0 if row in wrong else int(token) for row, token in enumerate(told)]
-    reported = {
-        row: each.logprobs for row, each in enumerate(params) if each.logprobs is not None and row not in wrong
-    }
+    reported = {row: each.logprobs for row, each in enumerate(params) if each.logprobs is not None and row not in wrong}
     scored = _scored(own, chosen, reported) if reported else {}
     return [wrong.get(row) or scored.get(row) or Sampled(token) for row, token in enumerate(chosen)]
 
@@ -86,7 +84,7 @@ def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _to_host(tokens: torch.Tensor, best: torch.Tensor) -> list[float]:
     """``tokens`` [S] in one copy, with NaN for those whose logit ``best`` [S] is not finite: 0 times it is NaN."""
-    wide = best if best.itemsize > 2 else best.float()  # fp32 holds whole numbers up to 2^24, and no vocabulary is larger
+    wide = best if best.itemsize > 2 else best.float()  # fp32 has all whole numbers up to 2^24
     return torch.add(tokens, wide, alpha=0).tolist()
 
 

@@ -28,8 +28,8 @@ def _check_weights(model: Any) -> None:
     wrong = [name for name, total in zip(sums, told) if math.isnan(total) and held[name].isnan().any()]
     if wrong:
         raise ValueError(
-            f"Engine: {len(wrong)} of the {len(sums)} parameters of this {type_name(model)} hold NaN, {wrong[0]} first: "
-            "every answer would be wrong; load the weights again, or an earlier checkpoint of the training"
+            f"Engine: {len(wrong)} of the {len(sums)} parameters of this {type_name(model)} hold NaN, {wrong[0]} "
+            "first: every answer would be wrong; load the weights again, or an earlier checkpoint of the training"
         )
 
 

@@ -93,8 +93,8 @@ class _Ready:
     def __init__(self, rows: int, vocab_size: int) -> None:
         self._logits = torch.randn(rows, vocab_size)
 
-    def __call__(self, compute: Run) -> Run:
-        return lambda: self._logits
+    def __call__(self, compute: Run) -> tuple[torch.Tensor, Run]:
+        return self._logits, lambda: self._logits
 
 
 def _host_steps(settings: Settings, running: int) -> Callable[[], float]:

@@ -31,8 +31,9 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
 
     ``batch`` runs through the stock ``model`` in evaluation mode. Beside each module of ``found`` this function runs
     its fused version and, for the budget, an fp64 copy of the module, forward and backward. Each gets its own copy of
-    the arguments, since a cache among them is written to, and the model's buffers stay what they were. The head is left out: its fused version differs in training
-    only, and takes the whole model. A terminal sees how many modules are compared.
+    the arguments, since a cache among them is written to, and the model's buffers stay what they were. The head is left
+    out: its fused version differs in training only, and takes the whole model. A terminal sees how many modules are
+    compared.
 
     Raises ValueError for a model or a batch without values, for a batch that runs none of the modules, and where a
     fused version fails.

@@ -117,8 +117,15 @@ class Text(BaseModel):
     prompt: str
 
 
+class NotFinite(BaseModel):
+    answers: int
+    last_error: str
+    seconds_ago: float
+
+
 class Health(BaseModel):
     status: Literal["ok"]
+    logits_not_finite: NotFinite | None = None
 
 
 class Version(BaseModel):

@@ -130,11 +130,13 @@ def create_app(served: Served) -> FastAPI:
 
     @app.get("/health", tags=["operation"], responses=described(answers.Health))
     async def health() -> Response:
-        """200 while the engine generates tokens in time; otherwise 503 with the reason."""
+        """200 while the engine generates tokens in time; otherwise 503 with the reason. Answers that ended because the
+        model's logits were NaN or infinite are counted in either case."""
         wrong = await served.health()
         if wrong:
             raise errors.unavailable(wrong, "unhealthy", 5)
-        return JSONResponse({"status": "ok"})
+        not_finite = served.not_finite()
+        return JSONResponse({"status": "ok"} | ({"logits_not_finite": not_finite} if not_finite else {}))
 
     @app.get("/version", tags=["operation"], responses=described(answers.Version))
     async def get_version() -> dict[str, str]:

@@ -19,6 +19,7 @@ from ..aio import SlowReader
 from ..guide import GuideBusy, GuideRefused
 from ..ranks import RanksLost
 from ..request import QueueFull
+from ..sampling import LogitsNotFinite
 
 log = logging.getLogger("shardfuse.server")
 
@@ -100,6 +101,9 @@ def explained(error: Exception) -> ApiError:
         return unavailable(str(error), "ranks_lost", 30)
     if isinstance(error, GuideRefused):
         return invalid(str(error))
+    if isinstance(error, LogitsNotFinite):
+        log.error("a request failed: %s", error)
+        return ApiError(500, str(error), code="logits_not_finite")
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"the model failed on this request: {type(error).__name__}: {error}", code="model_error")
 

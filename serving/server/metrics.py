@@ -169,13 +169,17 @@ class _OfTheEngine(Collector):
     def collect(self) -> Iterator[Any]:
         stats = self._metrics._stats
         for name, help, value in (
-            ("num_preemptions", "How often an answer lost its blocks to another.", stats.preemptions),
             (
-                "prefix_cache_queries", "Tokens that were looked up in the prefix cache.",
+                "shardfuse:logits_not_finite", "Answers that ended because the model's logits were NaN or infinite.",
+                stats.not_finite,
+            ),
+            ("vllm:num_preemptions", "How often an answer lost its blocks to another.", stats.preemptions),
+            (
+                "vllm:prefix_cache_queries", "Tokens that were looked up in the prefix cache.",
                 stats.shared_tokens + stats.prefill_tokens,
             ),
-            ("prefix_cache_hits", "Of these, tokens that were found.", stats.shared_tokens),
+            ("vllm:prefix_cache_hits", "Of these, tokens that were found.", stats.shared_tokens),
         ):  # fmt: skip
-            family = CounterMetricFamily(f"vllm:{name}", help, labels=_LABELS)
+            family = CounterMetricFamily(name, help, labels=_LABELS)
             family.add_metric(self._labels, value)
             yield family

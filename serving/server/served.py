@@ -16,6 +16,7 @@ from ..aio import AsyncEngine, Submitted
 from ..engine import Engine
 from ..ranks import RanksLost
 from ..request import QueueFull, Request, TokenEvent
+from ..sampling import LogitsNotFinite
 from .errors import ApiError, explained, invalid, unavailable
 from .metrics import Metrics
 from .options import ServerOptions
@@ -77,6 +78,7 @@ class Served:
         self._probed = (-_PROBE_S, "")  # the time of the last probe, and the error it found
         self._probe = asyncio.Lock()
         self._lost: RanksLost | None = None
+        self._not_finite: tuple[str, float, int] | None = None  # the last such error, its time, and the tokens by then
         self._idle = asyncio.Event()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -117,6 +119,8 @@ class Served:
         if event.error is not None:
             if isinstance(event.error, RanksLost):
                 self._lost = event.error
+            if isinstance(event.error, LogitsNotFinite):
+                self._not_finite = str(event.error), time.monotonic(), self.metrics.totals.generated
             raise explained(event.error)
         if event.finish == "cancelled":
             raise unavailable("the server ended before the answer did", "cancelled")
@@ -143,14 +147,16 @@ class Served:
         """The error; "" if the engine generated a token within the deadline.
 
         While requests run, a step must have ended within ``health_timeout_s``. Otherwise this method sends a request
-        for one token, at most one every few seconds, which detects a dead rank.
+        for one token, at most one every few seconds, which detects a dead rank. It also does so after logits that were
+        NaN or infinite, until an answer has got a token again.
         """
         if self.draining:
             return "draining: no more requests are taken"
         if wrong := self.trouble():
             return wrong
         load = self.serve.load
-        if load.running or load.waiting:
+        suspect = self._not_finite is not None and self._not_finite[2] == self.metrics.totals.generated
+        if (load.running or load.waiting) and not suspect:
             return ""
         async with self._probe:
             when, wrong = self._probed
@@ -158,6 +164,14 @@ class Served:
                 wrong = await self._one_token(self.options.health_timeout_s)
                 self._probed = (time.monotonic(), wrong)
         return wrong
+
+    def not_finite(self) -> dict[str, Any] | None:
+        """How many answers ended because the model's logits were NaN or infinite, and the last error; None if none."""
+        if self._not_finite is None:
+            return None
+        error, when, _ = self._not_finite
+        answers = self.serve.newest_stats.not_finite
+        return {"answers": answers, "last_error": error, "seconds_ago": round(time.monotonic() - when, 1)}
 
     async def _one_token(self, limit: float) -> str:
         try:

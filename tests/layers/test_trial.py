@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -40,9 +41,9 @@ def _model() -> Any:
 def test_buffers_and_random_states_are_put_back() -> None:
     counter, state = Counter(), torch.get_rng_state()
     calls, largest = counter.calls, counter.largest
-    with pytest.raises(RuntimeError), trial(counter, "no module"):
+    with contextlib.suppress(ZeroDivisionError), trial(counter, "no module"):
         counter(torch.ones(2))
-        raise RuntimeError
+        raise ZeroDivisionError
     assert counter.calls is calls
     assert counter.largest is largest
     assert calls == 0

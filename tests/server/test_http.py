@@ -501,7 +501,7 @@ def test_metrics_have_vllms_names(server: Server) -> None:
     server.post(COMPLETIONS, SHORT)
     found = list(text_string_to_metric_families(server.get("/metrics").text))
     kinds = {each.name: each.type for each in found if not each.name.endswith("_created")}
-    assert kinds == {**VLLM_NAMES, "shardfuse:requests_refused": "counter"}
+    assert kinds == {**VLLM_NAMES, "shardfuse:requests_refused": "counter", "shardfuse:logits_not_finite": "counter"}
     labels = [sample.labels for each in found for sample in each.samples]
     assert all(each["model_name"] == NAME and each["engine"] == "0" for each in labels)
 

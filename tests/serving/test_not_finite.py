@@ -144,7 +144,9 @@ def test_a_request_ends_at_the_step_whose_logits_are_nan(eager: bool) -> None:
     last = _ends(events)[numbers[1]]
     assert (last.token, last.finish, type(last.error)) == (None, "error", LogitsNotFinite)
     assert "logits for token 8 of the answer, at position 13," in str(last.error)
-    got = [[event.token for event in events if event.request == number and event.token is not None] for number in numbers]
+    got = [
+        [event.token for event in events if event.request == number and event.token is not None] for number in numbers
+    ]
     assert got == [expected[0], expected[1][:7], expected[2]]
     assert engine.stats.not_finite == 1
     assert not engine.busy

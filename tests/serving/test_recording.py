@@ -141,7 +141,7 @@ def test_keys_and_values_of_a_wrong_replay_do_not_stay(kv_dtype: str | None) -> 
 
 
 class Last(ParallelTransformer):
-    """Its last layer's values go to the cache alone: no logits depend on them, and a host writes to them."""
+    """Its last layer's keys and values, which a host writes, reach the logits of later steps alone."""
 
     def __call__(self, tokens: torch.Tensor, **kwargs: Any) -> Any:
         logits = super().__call__(tokens, **kwargs)

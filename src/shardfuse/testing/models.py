@@ -65,7 +65,8 @@ def solo_tokens(model: ParallelTransformer, request: Request) -> list[int]:
     """The answer to ``request`` without an engine or a cache: every token recomputes the whole sequence.
 
     Requests may be greedy or sampled. ``stop`` and the model's end-of-sequence tokens end the answer; ``priority``,
-    ``arrival`` and ``timeout_s`` have no effect. Raises ValueError for a request that no engine would accept.
+    ``arrival`` and ``timeout_s`` have no effect. Raises ValueError for a request that no engine would accept, and the
+    errors of choosing a token.
     """
     request.check(model.config.vocab_size)
     device = next(model.parameters()).device
@@ -73,7 +74,10 @@ def solo_tokens(model: ParallelTransformer, request: Request) -> list[int]:
     sequence = SequenceState(0, request, list(request.prompt), stop=stop)
     while sequence.finish() is None:
         logits = model.gather_logits(model(torch.tensor([sequence.tokens], device=device))[:, -1])
-        sequence.tokens.append(sample(logits, [sequence])[0].token)
+        (found,) = sample(logits, [sequence])
+        if isinstance(found, Exception):
+            raise found
+        sequence.tokens.append(found.token)
     return sequence.tokens[len(request.prompt) :]
 
 
