@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.runtime import dispatch
+from ..trial import trial
 from .report import readers
 from .swap import Fused
 
@@ -112,7 +113,7 @@ def _run(
     if device.type != on.type:
         as_on = dispatch.choosing_for(device)
     try:
-        with torch.enable_grad(), fake, _Counter(add), saved, as_on, _one_sequence():
+        with trial(model), torch.enable_grad(), fake, _Counter(add), saved, as_on, _one_sequence():
             if given.is_floating_point():
                 model(x)
             elif hasattr(model, "get_output_embeddings"):

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardfuse import Engine, Request, fuse
+from shardfuse import Engine, Request, explain, fuse
+from shardfuse.layers.fuse.stages.cut import cut_of
+from shardfuse.layers.fuse.stages.documents import why_mixed
 from shardfuse.layers.trial import trial
 from shardfuse.serving.graphs import Graphs, Run
 from shardfuse.testing import tiny_model
@@ -76,14 +78,44 @@ def test_an_engine_counts_the_steps_of_requests_alone(captured: bool) -> None:
     assert model.counter.calls == engine.stats.steps == 4
 
 
-def test_the_check_of_fuse_leaves_no_trace() -> None:
+def _stock(kind: Any = None) -> Any:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install .[hf])")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes)).eval()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return (kind or transformers.LlamaForCausalLM)(transformers.LlamaConfig(vocab_size=32, **sizes)).eval()
+
+
+def test_the_check_of_fuse_leaves_no_trace() -> None:
+    model = _stock()
     mlp = model.model.layers[0].mlp
     mlp.counter = Counter()
     mlp.act_fn.register_forward_hook(lambda module, args, out: mlp.counter(out))
-    state = torch.get_rng_state()
     fuse(model, check={"input_ids": torch.tensor([[1, 2, 3]])})
     assert mlp.counter.calls == 0
+
+
+def test_explain_leaves_no_trace() -> None:
+    model = _stock()
+    model.counter = Counter()
+    model.register_forward_hook(lambda module, args, out: (model.counter(out.logits), None)[1])
+    largest = model.counter.largest
+    explain(fuse(model), torch.tensor([[1, 2, 3]]))
+    assert model.counter.calls == 0
+    assert model.counter.largest is largest  # and no fake tensor
+
+
+def test_cutting_a_model_into_stages_leaves_no_trace() -> None:
+    """The trials run the model's own forward on stand-ins for its modules."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install .[hf])")
+
+    class Counting(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.model.passes.add_(1)
+            return transformers.LlamaForCausalLM.forward(self, *args, **kwargs)
+
+    model = _stock(Counting)
+    model.model.register_buffer("passes", torch.zeros(1))
+    state = torch.get_rng_state()
+    cut_of(model, "lm_head")
+    why_mixed(model)
+    assert model.model.passes == 0
     assert torch.equal(torch.get_rng_state(), state)

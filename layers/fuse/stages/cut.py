@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ...trial import trial
 from ..probing import Foreign, foreign
 from ..view import Stand, View
 
@@ -251,8 +252,7 @@ class _Trial:
             given["inputs_embeds"] = tokens.new_zeros(BATCH, LENGTH, cut.embedding, dtype=param.dtype)
         else:
             given["input_ids"] = tokens
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.enable_grad(), foreign(ON_STAND_INS, Refused):
+        with trial(model), torch.enable_grad(), foreign(ON_STAND_INS, Refused):
             out = view(**accepted(model, given))
         self._check(out)
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ....parallel.documents import Documents
 from ...module import Absent
+from ...trial import trial
 from ..probing import Foreign, apart, foreign
 from .cut import IN_TRAINING, ON_STAND_INS, Inner, Slot, accepted, layer_list
 
@@ -108,8 +109,7 @@ def _trial(model: Any, path: str, layers: list[Any], cut: Any) -> list[Any]:
         }
         inner = Inner(module, {"device": device, **IN_TRAINING, **beside, way[depth]: inner})
     inputs = {"inputs_embeds": zeros(embedded), "position_ids": positions, "use_cache": False}
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad(), contextlib.suppress(_Seen), foreign(ON_STAND_INS, _Seen):
+    with trial(model), torch.no_grad(), contextlib.suppress(_Seen), foreign(ON_STAND_INS, _Seen):
         inner(**accepted(model, inputs))
     return given
 
