@@ -44,10 +44,14 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
     """
     params = [sequence.request.sampling for sequence in sequences]
     if all([each.likeliest for each in params]):  # noqa: C419 - a generator takes longer
-        return [
-            Sampled(int(token)) if token == token else _not_finite(sequence)
-            for token, sequence in zip(_to_host(*_likeliest(logits)), sequences)
-        ]
+        told = _to_host(*_likeliest(logits))
+        try:
+            return [Sampled(token) for token in map(int, told)]
+        except ValueError:  # NaN is no int
+            return [
+                Sampled(int(token)) if token == token else _not_finite(sequence)
+                for token, sequence in zip(told, sequences)
+            ]
     own = logits  # the model's own
     changed = [row for row, each in enumerate(params) if each.penalises or each.logit_bias or each.allowed_tokens]
     if changed:
