@@ -378,7 +378,8 @@ class Engine:
         """The decoder of an answer's tokens; None without a tokenizer."""
         if self._decode is None:
             return None
-        return AnswerText(self._decode, request.stop_strings, request.include_stop_str_in_output)
+        least = request.sampling.min_tokens
+        return AnswerText(self._decode, request.stop_strings, request.include_stop_str_in_output, least)
 
     def _sequence_id(self) -> int:
         self._next_sequence += 1

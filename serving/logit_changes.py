@@ -1,4 +1,5 @@
-"""Changes of logits before a token is chosen: allowed tokens, biases, and penalties of earlier tokens.
+"""Changes of logits before a token is chosen: allowed tokens, biases, penalties of earlier tokens, and the tokens that
+an answer's length or its last tokens exclude.
 
 What is constant for a request is prepared once, at its first token, for all of its answers and steps. Each answer
 counts its tokens as they come, so no step reads the prompt or the answer again.
@@ -7,7 +8,7 @@ counts its tokens as they come, so no step reads the prompt or the answer again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,8 +28,9 @@ class _Constants:
         self.prompt: torch.Tensor | None = None  # its different tokens, for the repetition penalty
         key = on, logits.dtype, len(logits)
         if key not in params.prepared:
-            params.prepared[key] = _refused(params, logits), _bias(params, logits)
-        self.refused, self.bias = params.prepared[key]
+            params.prepared[key] = _refused(params, logits), _bias(params, logits), _Words(params, on)
+        self.refused, self.bias, self.words = params.prepared[key]
+        self.ends: torch.Tensor | None = None  # the tokens that may end the answer
         if params.repetition_penalty != 1.0:
             self.in_prompt = frozenset(request.prompt)
             self.prompt = torch.tensor(list(self.in_prompt), device=on)
@@ -49,6 +51,32 @@ def _bias(params: SamplingParams, logits: torch.Tensor) -> tuple[torch.Tensor, t
         return None
     values = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
     return torch.tensor(list(params.logit_bias), device=logits.device), values
+
+
+class _Words:
+    """The bad words of ``params``: those of one token, and the others by the token before their last one."""
+
+    def __init__(self, params: SamplingParams, on: torch.device) -> None:
+        single = {word[0] for word in params.bad_words if len(word) == 1}
+        self._single = torch.tensor(sorted(single), device=on) if single else None
+        self._longer: dict[int, list[tuple[list[int], int]]] = {}
+        for word in params.bad_words:
+            if len(word) > 1:
+                self._longer.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
+
+    def exclude_(self, logits: torch.Tensor, tokens: Sequence[int], begin: int) -> None:
+        """Give -inf to the tokens that complete a word in the answer, ``tokens`` from position ``begin`` on."""
+        if self._single is not None:
+            logits[self._single] = float("-inf")
+        if len(tokens) == begin:
+            return
+        last = [
+            end
+            for before, end in self._longer.get(tokens[-1], ())
+            if len(before) <= len(tokens) - begin and list(tokens[-len(before) :]) == before
+        ]
+        if last:
+            logits[torch.tensor(last, device=logits.device)] = float("-inf")
 
 
 class _Shared:
@@ -78,16 +106,28 @@ class LogitChanges:
         """The changes of another answer to the same request, before either has a token."""
         return LogitChanges(self._shared)
 
-    def apply_(self, logits: torch.Tensor, request: Request, tokens: Sequence[int]) -> None:
-        """Change the logits [V] of the token after ``tokens``, the prompt and the answer so far, in place."""
+    def apply_(self, logits: torch.Tensor, request: Request, tokens: Sequence[int], ends: Collection[int] = ()) -> None:
+        """Change the logits [V] of the token after ``tokens``, the prompt and the answer so far, in place. A token of
+        ``ends``, the same for each step, may end the answer.
+        """
         params, constants = request.sampling, self._shared.of(request, logits)
         if constants.refused is not None:
             logits.masked_fill_(constants.refused, float("-inf"))
         if constants.bias is not None:
             at, values = constants.bias
             logits[at] += values
-        if not params.penalises:
-            return
+        if params.penalises:
+            self._penalise_(logits, request, tokens, constants)
+        if len(tokens) - len(request.prompt) < params.min_tokens:
+            if constants.ends is None:
+                known = [token for token in ends if 0 <= token < len(logits)]
+                constants.ends = torch.tensor(known, dtype=torch.int64, device=logits.device)
+            logits[constants.ends] = float("-inf")
+        if params.bad_words:
+            constants.words.exclude_(logits, tokens, len(request.prompt))
+
+    def _penalise_(self, logits: torch.Tensor, request: Request, tokens: Sequence[int], constants: _Constants) -> None:
+        params = request.sampling
         self._count(tokens[len(request.prompt) + self._counted :], constants, logits.device)
         if constants.prompt is not None:
             seen = constants.prompt if self._seen is None else self._seen

@@ -56,5 +56,6 @@ def _score(chunk: Chunk, first: int, logits: torch.Tensor) -> None:
     for start in range(0, len(logits), block):
         scores = logits[start : start + block].double().log_softmax(-1)
         tokens = following[start : start + len(scores)]
-        own = scores.gather(1, torch.tensor(tokens).to(scores.device).unsqueeze(1)).squeeze(1)
-        sequence.prompt_scores.extend(tokens, own, scores.topk(most))
+        own = scores.gather(1, torch.tensor(tokens).to(scores.device).unsqueeze(1))
+        ranks = (scores > own).sum(1) + 1
+        sequence.prompt_scores.extend(tokens, own.squeeze(1), ranks, scores.topk(most))

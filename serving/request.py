@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, overload
 import numpy as np
 import torch
 
+from .guide import GuideRefused
 from .guiding import GuideState
 from .logit_changes import LogitChanges
 from .sampling_params import SamplingParams, plain
@@ -116,6 +117,10 @@ class Request:
         if not isinstance(self.sampling, SamplingParams):
             raise ValueError(f"sampling={self.sampling!r}: expected SamplingParams, such as SamplingParams(top_p=0.9)")
         self.sampling.check(vocab_size)
+        if self.sampling.min_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_tokens={self.sampling.min_tokens}: expected at most max_new_tokens={self.max_new_tokens}"
+            )
 
 
 class TokenSet(frozenset[int]):
@@ -164,30 +169,40 @@ def _check_tokens(name: str, tokens: Any) -> None:
 
 
 class ScoredToken(NamedTuple):
-    """A token of a prompt, its log-probability there, and the likeliest tokens' (token, log-probability)."""
+    """A token of a prompt, its log-probability there, the likeliest tokens' (token, log-probability), and its rank:
+    one more than the number of likelier tokens.
+    """
 
     token: int
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...]
+    rank: int
 
 
 class PromptScores(Sequence[ScoredToken]):
     """The scored tokens of a prompt, as arrays: each is made when it is read. Equal to a tuple of them."""
 
     def __init__(self) -> None:
-        self._tokens, self._likeliest = array("i"), array("i")
-        self._logprobs, self._best = array("d"), array("d")
+        self._tokens = array("i")
+        self._ranked = array("i")  # of each its rank, and the likeliest tokens
+        self._logprobs = array("d")  # of each its own, and those of the likeliest tokens
 
-    def extend(self, tokens: Sequence[int], logprobs: torch.Tensor, tops: torch.return_types.topk) -> None:
-        """Append ``tokens`` with their ``logprobs`` [T] fp64, and the likeliest ones' [T, most], as many for each."""
+    def extend(
+        self, tokens: Sequence[int], logprobs: torch.Tensor, ranks: torch.Tensor, tops: torch.return_types.topk
+    ) -> None:
+        """Append ``tokens`` with their ``logprobs`` [T] fp64 and ``ranks`` [T], and the likeliest ones' [T, most], as
+        many for each.
+        """
+        ranked = torch.cat([ranks.unsqueeze(1), tops.indices], 1).to(torch.int32)
         self._tokens.extend(tokens)
-        self._logprobs.frombytes(logprobs.cpu().numpy().tobytes())
-        self._best.frombytes(tops.values.cpu().numpy().tobytes())
-        self._likeliest.frombytes(tops.indices.to(torch.int32).cpu().numpy().tobytes())
+        self._ranked.frombytes(ranked.cpu().numpy().tobytes())
+        self._logprobs.frombytes(torch.cat([logprobs.unsqueeze(1), tops.values], 1).cpu().numpy().tobytes())
 
     def first_wrong(self) -> int | None:
         """The first position whose logits had no log-probabilities, because one was NaN or +inf, or all -inf."""
-        wrong = np.isnan(np.frombuffer(self._logprobs, np.float64)) if self._logprobs else np.zeros(0, bool)
+        if not len(self):
+            return None
+        wrong = np.isnan(np.frombuffer(self._logprobs, np.float64).reshape(len(self), -1)).any(1)
         return int(wrong.argmax()) if wrong.any() else None
 
     def clear(self) -> None:
@@ -205,9 +220,10 @@ class PromptScores(Sequence[ScoredToken]):
         if isinstance(at, slice):
             return tuple(self[each] for each in range(len(self))[at])
         at = range(len(self))[at]
-        most = len(self._best) // len(self)
-        part = slice(at * most, (at + 1) * most)
-        return ScoredToken(self._tokens[at], self._logprobs[at], tuple(zip(self._likeliest[part], self._best[part])))
+        width = len(self._ranked) // len(self)
+        part = slice(at * width, (at + 1) * width)
+        (rank, *likeliest), (logprob, *best) = self._ranked[part], self._logprobs[part]
+        return ScoredToken(self._tokens[at], logprob, tuple(zip(likeliest, best)), rank)
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, (PromptScores, tuple)) else NotImplemented
@@ -295,6 +311,11 @@ class SequenceState:
         return SequenceState(number, self.request, list(self.tokens), self.number, index, **shared)
 
     @property
+    def ends(self) -> Collection[int]:
+        """The tokens that may end it."""
+        return self.stop if self.guide is None else self.guide.ends
+
+    @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
@@ -314,6 +335,11 @@ class SequenceState:
         self.tokens.append(token)
         if self.guide is not None:
             self.guide.advance(token)
+            if self.guide.done and self.generated < (least := self.request.sampling.min_tokens):
+                raise GuideRefused(
+                    f"guide: it ends the answer after {self.generated} tokens, and min_tokens={least}: lower "
+                    "min_tokens, or allow longer answers"
+                )
         elif self.text is None:  # of :meth:`finish`, what can be
             if token in self.stop:
                 return "stop", ""

@@ -12,6 +12,7 @@ import torch
 from .guide import GuideRefused
 from .guiding import masked
 from .request import SequenceState
+from .sampling_params import NoTokenLeft
 
 _GREATEST = 2.0**-53
 # SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
@@ -39,8 +40,8 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
     every batch.
 
     Instead of a token, a row gives LogitsNotFinite if any logit of the model is NaN or +inf, or all are -inf;
-    GuideRefused or ValueError if its request allows no token that has a finite logit. The test is part of the maximum,
-    and its result comes to the host with the tokens.
+    NoTokenLeft, GuideRefused or ValueError if its guide and its options allow no token that has a finite logit. The
+    test is part of the maximum, and its result comes to the host with the tokens.
     """
     params = [sequence.request.sampling for sequence in sequences]
     if all([each.likeliest for each in params]):  # noqa: C419 - a generator takes longer
@@ -53,11 +54,12 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
                 for token, sequence in zip(told, sequences)
             ]
     own = logits  # the model's own
-    changed = [row for row, each in enumerate(params) if each.penalises or each.logit_bias or each.allowed_tokens]
+    changed = [row for row, each in enumerate(params) if each.changes_logits]
     if changed:
         logits = logits.clone()
         for row in changed:
-            sequences[row].changes.apply_(logits[row], sequences[row].request, sequences[row].tokens)
+            of = sequences[row]
+            of.changes.apply_(logits[row], of.request, of.tokens, of.ends)
     guides = [sequence.guide for sequence in sequences]
     if any(guides):
         logits = masked(logits, guides)
@@ -96,12 +98,18 @@ def _wrong(own: torch.Tensor, sequence: SequenceState) -> Exception:
     """The error of a sequence without a token, from the model's own logits [V]."""
     if not own.amax().isfinite():
         return _not_finite(sequence)
-    where = f"after {sequence.generated} tokens of the answer, none of the tokens that "
+    where, params = f"after {sequence.generated} tokens of the answer", sequence.request.sampling
+    if params.excludes:
+        return NoTokenLeft(
+            f"{where}, min_tokens={params.min_tokens}, bad_words and the request's other options exclude every token: "
+            "lower min_tokens, or exclude fewer tokens"
+        )
     if sequence.guide is None:
-        return ValueError(f"{where}the request allows has a finite logit: allow more tokens")
-    if sequence.request.sampling.allowed_tokens is not None:
-        return GuideRefused(f"guide: {where}it allows is in allowed_tokens: allow more tokens, or name a stop token")
-    return ValueError(f"guide: {where}it allows has a finite logit: allow more tokens, or name a stop token")
+        return NoTokenLeft(f"{where}, none of allowed_tokens has a finite logit: allow more tokens")
+    none = f"guide: {where}, none of the tokens that it allows "
+    if params.allowed_tokens is not None:
+        return GuideRefused(f"{none}is in allowed_tokens: allow more tokens, or name a stop token")
+    return ValueError(f"{none}has a finite logit: allow more tokens, or name a stop token")
 
 
 def _not_finite(sequence: SequenceState) -> LogitsNotFinite:

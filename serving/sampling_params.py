@@ -5,22 +5,24 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from .guide import Guide
 
-MAX_LOGPROBS = 64
+
+class NoTokenLeft(ValueError):
+    """A request's own options exclude every token that could come next."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """The sampling options of a request. The default takes the likeliest token.
 
-    The order is: ``allowed_tokens`` and ``logit_bias``, penalties, ``guide``, ``temperature``, ``top_k``, ``top_p``,
-    ``min_p``; each of the last three applies to the renormalised result of the one before. ``top_k`` also keeps tokens
-    as likely as the last one that it keeps.
+    The order is: ``allowed_tokens`` and ``logit_bias``, penalties, ``min_tokens`` and ``bad_words``, ``guide``,
+    ``temperature``, ``top_k``, ``top_p``, ``min_p``; each of the last three applies to the renormalised result of the
+    one before. ``top_k`` also keeps tokens as likely as the last one that it keeps.
 
     Args:
         temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
@@ -34,8 +36,14 @@ class SamplingParams:
         frequency_penalty: subtracted once for each occurrence of a token in the answer.
         logit_bias: token -> a number added to its logit.
         allowed_tokens: the only tokens that may be chosen; None: all. Held without repetitions.
+        min_tokens: how many tokens an answer has before a stop token or a stop string may end it. Stop tokens are not
+            chosen before; a stop string that is complete by then is text like any other. A guide that ends the answer
+            earlier fails the request.
+        bad_words: sequences of token ids; the last token of a sequence is not chosen after the others in the answer. A
+            prompt's tokens do not count. Held as a tuple of tuples.
         logprobs: the number of likeliest tokens that an event lists with their log-probabilities, beside the chosen
-            one's; None: no log-probabilities. They belong to the model's own logits, before the options above.
+            one's; all if the vocabulary has fewer; None: no log-probabilities. They belong to the model's own logits,
+            before the options above.
         prompt_logprobs: the same for the prompt's own tokens from the second one on, in the request's first event. Such
             a request computes its whole prompt, without the prefix cache.
         guide: the required form of the answer, see :class:`Guide`; the engine needs a tokenizer.
@@ -56,9 +64,12 @@ class SamplingParams:
     seed: int = 0
     prompt_logprobs: int | None = None
     guide: Guide | None = None
+    min_tokens: int = 0
+    bad_words: Collection[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allowed_tokens", _unique(self.allowed_tokens))
+        object.__setattr__(self, "bad_words", _sequences(self.bad_words))
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
@@ -73,10 +84,19 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @functools.cached_property
+    def excludes(self) -> bool:
+        """Whether an answer's length, or its tokens, may exclude the next one."""
+        return bool(self.min_tokens or self.bad_words)
+
+    @functools.cached_property
+    def changes_logits(self) -> bool:
+        """Whether logits change before a guide applies."""
+        return bool(self.penalises or self.logit_bias or self.allowed_tokens or self.excludes)
+
+    @functools.cached_property
     def likeliest(self) -> bool:
         """Whether the token with the largest logit is all that is asked for."""
-        changed = self.penalises or self.logit_bias or self.allowed_tokens or self.guide is not None
-        return not (self.temperature or changed or self.logprobs is not None)
+        return not (self.temperature or self.changes_logits or self.guide is not None or self.logprobs is not None)
 
     @property
     def filters(self) -> bool:
@@ -98,7 +118,8 @@ class SamplingParams:
         _whole("seed", self.seed, -(2**63), 2**64 - 1, "a 64-bit integer")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, MAX_LOGPROBS, f"None or 0 to {MAX_LOGPROBS}")
+                _whole(name, getattr(self, name), 0, None, "None, or 0 or more")
+        _whole("min_tokens", self.min_tokens, 0, None, "0 or more")
         if self.guide is not None and not isinstance(self.guide, Guide):
             raise ValueError(f"guide={self.guide!r}: expected a Guide, such as Guide.regex('[0-9]+')")
         if self.logit_bias is not None:
@@ -115,7 +136,19 @@ class SamplingParams:
                 raise ValueError("allowed_tokens is empty: expected at least one token, or None for all")
             for token in () if _inside(self.allowed_tokens, vocab_size) else self.allowed_tokens:
                 _whole("allowed_tokens: a token", token, 0, vocab_size - 1, f"0 to {vocab_size - 1}")
+        self._check_bad_words(vocab_size)
         self.prepared["checked"] = vocab_size
+
+    def _check_bad_words(self, vocab_size: int) -> None:
+        if not isinstance(self.bad_words, tuple):
+            raise ValueError(f"bad_words={self.bad_words!r}: expected a collection of sequences of token ids")
+        for word in self.bad_words:
+            if not isinstance(word, tuple):
+                raise ValueError(f"bad_words: one is {word!r}: expected token ids, by the model's tokenizer")
+            if not word:
+                raise ValueError("bad_words: one has no token: expected at least one")
+            for token in () if _inside(word, vocab_size) else word:
+                _whole("bad_words: a token", token, 0, vocab_size - 1, f"0 to {vocab_size - 1}")
 
 
 def plain(tokens: Iterable[Any]) -> bool:
@@ -128,6 +161,16 @@ def _unique(tokens: Any) -> Any:
     if isinstance(tokens, (range, str, bytes)) or not isinstance(tokens, Collection) or not plain(tokens):
         return tokens
     return frozenset(tokens) if isinstance(tokens, Set) else tuple(dict.fromkeys(tokens))
+
+
+def _sequences(words: Any) -> Any:
+    """``words`` as a tuple of tuples. What is no collection stays, for :meth:`SamplingParams.check`."""
+
+    def copied(given: Any) -> Any:
+        return tuple(given) if isinstance(given, Collection) and not isinstance(given, (str, bytes)) else given
+
+    words = copied(words)
+    return tuple(map(copied, words)) if isinstance(words, tuple) else words
 
 
 def _inside(tokens: Collection[Any], vocab_size: int) -> bool:

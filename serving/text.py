@@ -116,8 +116,11 @@ class StopStrings:
         self._prefixes: Prefixes | None = None
         self._held = 0  # the node of the withheld text, possibly the beginning of a stop string
 
-    def push(self, piece: str) -> str:
-        """The text that certainly precedes any stop string; none after the first one."""
+    def push(self, piece: str, ends: bool = True) -> str:
+        """The text that certainly precedes any stop string; none after the first one.
+
+        Without ``ends``, a string that is complete within ``piece`` is text like any other.
+        """
         if self.found is not None:
             return ""
         if not (piece and self._strings):
@@ -131,7 +134,7 @@ class StopStrings:
         for letter in piece:
             node = prefixes.step(node, letter)
             read += 1
-            if length := prefixes.complete[node]:
+            if ends and (length := prefixes.complete[node]):
                 self.found, self._held = prefixes.text(node)[-length:], 0
                 break
         else:
@@ -146,11 +149,14 @@ class StopStrings:
 
 
 class AnswerText:
-    """The text of one answer, up to its first stop string."""
+    """The text of one answer, up to its first stop string after the first ``min_tokens`` tokens."""
 
-    def __init__(self, decode: Callable[[list[int]], str], stop_strings: Collection[str], included: bool) -> None:
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop_strings: Collection[str], included: bool, min_tokens: int = 0
+    ) -> None:
         self._pieces = TokenText(decode)
         self._stops = StopStrings(stop_strings, included)
+        self._wait = min_tokens  # tokens before a stop string counts
 
     @property
     def stop_string(self) -> str | None:
@@ -159,8 +165,10 @@ class AnswerText:
 
     def push(self, token: int) -> str:
         """The text that ``token`` makes certain to belong to the answer."""
-        return self._stops.push(self._pieces.push(token))
+        ends = not self._wait
+        self._wait = max(0, self._wait - 1)
+        return self._stops.push(self._pieces.push(token), ends)
 
     def flush(self) -> str:
         """The rest, at the end of the answer."""
-        return self._stops.push(self._pieces.flush()) + self._stops.flush()
+        return self._stops.push(self._pieces.flush(), not self._wait) + self._stops.flush()

@@ -22,12 +22,27 @@ class Logprobs(BaseModel):
     text_offset: list[int]
 
 
+class Ranked(BaseModel):
+    """vLLM's form of a token's log-probability in a prompt."""
+
+    logprob: float | None
+    rank: int
+    decoded_token: str
+
+
+# One for each token of a prompt, from tokens to log-probabilities; null for its first token.
+PromptLogprobs = list[dict[str, Ranked] | None]
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: Logprobs | None
     finish_reason: Finish
     stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs = []
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
 
 
 class Completion(BaseModel):
@@ -80,6 +95,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: Finish
     stop_reason: int | str | None
+    token_ids: list[int] = []
 
 
 class Chat(BaseModel):
@@ -91,6 +107,8 @@ class Chat(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs = []
+    prompt_token_ids: list[int] = []
 
 
 class Model(BaseModel):

@@ -17,9 +17,9 @@ from ..request import Request, TokenEvent
 from . import protocol, translate
 from .completions import Answer, Answers
 from .errors import invalid
-from .growing import JsonList, body_of, size_of, with_field
-from .scores import finite
-from .served import Caller, Served
+from .growing import JsonList, body_of, size_of, with_fields
+from .scores import check_prompt_bytes, finite, prompt_bytes, prompt_logprobs, written
+from .served import Caller, Served, Usage
 from .tools import Call, ToolParser, grammar
 from .weights import check_weight
 
@@ -124,6 +124,7 @@ def _choice_of(body: protocol.ChatRequest) -> tuple[list[protocol.Tool], Guide |
 
 async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller) -> tuple[Request, bool]:
     """The requests for the engine, and whether tools may be called. Raises ApiError."""
+    translate.check(body)
     tools, forced = _choice_of(body)
     guide = translate.guide(served, body)
     if forced is not None and guide is not None:
@@ -133,11 +134,18 @@ async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise invalid("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
     served.check_answers(body.n)
-    scores = (body.top_logprobs or 0) if body.logprobs else None
-    form = translate.Form(served, body, caller, scores, forced or guide)
+    scores = (served.logprobs(body.top_logprobs, "top_logprobs") or 0) if body.logprobs else None
+    scored = served.logprobs(body.prompt_logprobs, "prompt_logprobs")
+    words = await translate.bad_words(served, body)
+    form = translate.Form(served, body, caller, scores, forced or guide, prompt_logprobs=scored, bad_words=words)
     shown = body.tools if body.tool_choice != "none" else None
-    prompt = await prompt_of(served, body.messages, shown, more=body.chat_template_kwargs, large=caller.large)
-    return form.request(prompt, body.max_completion_tokens or body.max_tokens, None), bool(tools)
+    asked, most = body.max_completion_tokens or body.max_tokens, translate.most_encoded(served, body)
+    prompt = await prompt_of(
+        served, body.messages, shown, more=body.chat_template_kwargs, large=caller.large, most=most
+    )
+    prompt = translate.truncated(served, body, prompt, asked or 1, False)
+    check_prompt_bytes(served, prompt_bytes(len(prompt), None, scored), "prompt_logprobs")
+    return form.request(prompt, asked, None), bool(tools)
 
 
 @dataclass
@@ -149,6 +157,7 @@ class _Message:
     content: list[str] = field(default_factory=list)
     calls: list[tuple[Call, list[str]]] = field(default_factory=list)  # each with the pieces of its arguments
     scores: JsonList = field(default_factory=JsonList)
+    ids: JsonList = field(default_factory=JsonList)
 
     def take(self, event: TokenEvent) -> list[str | Call]:
         """The new pieces of content and of calls."""
@@ -173,11 +182,19 @@ def _messages(body: protocol.ChatRequest, calls: bool, answers: Answers) -> list
 async def complete(served: Served, body: protocol.ChatRequest, caller: Caller) -> list[bytes]:
     """The whole answer, in pieces of its JSON."""
     request, calls = await request_of(served, body, caller)
+    more = {"prompt_token_ids": json.dumps(request.prompt).encode()} if body.return_token_ids else {}
     async with Answers(served, [request]) as answers:
+        answers.keep(sum(map(len, more.values())))
         found = _messages(body, calls, answers)
         async for answer, event in answers:
             message = found[answer.index]
+            if event.prompt_logprobs is not None:
+                scored, most = event.prompt_logprobs, request.sampling.prompt_logprobs or 0
+                more["prompt_logprobs"] = await written(served, prompt_logprobs, request.prompt, scored, most)
+                answers.keep(len(more["prompt_logprobs"]))
             answers.keep(size_of(event.text))
+            if body.return_token_ids and event.token is not None:
+                answers.keep(message.ids.add(event.token))
             for piece in message.take(event):
                 if isinstance(piece, str):
                     message.content.append(piece)
@@ -186,15 +203,12 @@ async def complete(served: Served, body: protocol.ChatRequest, caller: Caller) -
                 else:
                     message.calls[piece.index][1].append(piece.arguments)
             if body.logprobs:
-                size = len(message.scores)
-                for score in _scores(served, event):
-                    message.scores.add(score)
-                answers.keep(len(message.scores) - size)
+                answers.keep(sum(map(message.scores.add, _scores(served, event))))
     choices = []
     for answer, message in zip(answers.all, found):
         await asyncio.sleep(0)
         choices.append(_choice(body, answer, message))
-    return body_of(_head(served, caller.name, "chat.completion"), choices, answers.usage.json())
+    return body_of(_head(served, caller.name, "chat.completion"), choices, answers.usage.json(), **more)
 
 
 def _choice(body: protocol.ChatRequest, answer: Answer, message: _Message) -> bytes:
@@ -209,8 +223,10 @@ def _choice(body: protocol.ChatRequest, answer: Answer, message: _Message) -> by
         "finish_reason": message.finish(answer.finish),
         "stop_reason": answer.stop_reason,
     }
-    scores = b'{"content":%b,"refusal":null}' % message.scores.json() if body.logprobs else b"null"
-    return with_field(choice, "logprobs", scores)
+    more = {"logprobs": b'{"content":%b,"refusal":null}' % message.scores.json() if body.logprobs else b"null"}
+    if body.return_token_ids:
+        more["token_ids"] = message.ids.json()
+    return with_fields(choice, **more)
 
 
 async def stream(served: Served, body: protocol.ChatRequest, caller: Caller) -> AsyncIterator[dict[str, Any] | None]:
@@ -218,34 +234,45 @@ async def stream(served: Served, body: protocol.ChatRequest, caller: Caller) -> 
     request, calls = await request_of(served, body, caller)
     head = _head(served, caller.name, "chat.completion.chunk")
     with_usage = body.stream_options is not None and body.stream_options.include_usage
+    continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
     rest: dict[str, Any] = {"usage": None} if with_usage else {}
+    prompt = {"prompt_token_ids": request.prompt} if body.return_token_ids else {}
 
-    def chunk(index: int, delta: dict[str, Any], finish: str | None = None, scores: Any = None) -> dict[str, Any]:
-        reason = None if finish is None else answers.all[index].stop_reason
+    def chunk(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
+        answer = answers.all[index]
         choice = {
             "index": index,
             "delta": delta,
-            "logprobs": scores,
+            "logprobs": None,
             "finish_reason": finish,
-            "stop_reason": reason,
+            "stop_reason": None if finish is None else answer.stop_reason,
+            **more,
         }
-        return {**head, "choices": [choice], **rest}
+        usage = {"usage": Usage(len(request.prompt), answer.times.tokens).json()} if continuous else rest
+        return {**head, "choices": [choice], **usage}
+
+    def of_token(event: TokenEvent) -> dict[str, Any]:
+        """What a chunk has of an event's token beside its text."""
+        more: dict[str, Any] = {}
+        if event.token is not None and body.logprobs:
+            more["logprobs"] = {"content": _scores(served, event), "refusal": None}
+        if event.token is not None and body.return_token_ids:
+            more["token_ids"] = [event.token]
+        return more
 
     async with Answers(served, [request]) as answers:
         yield None
         found = _messages(body, calls, answers)
         for answer in answers.all:
-            yield chunk(answer.index, {"role": "assistant", "content": ""})
+            yield {**chunk(answer.index, {"role": "assistant", "content": ""}), **prompt}
         async for answer, event in answers:
             message = found[answer.index]
-            scores = None
-            if body.logprobs and event.token is not None:
-                scores = {"content": _scores(served, event), "refusal": None}
+            more = of_token(event)
             for piece in message.take(event):
-                yield chunk(answer.index, _delta(piece), None, scores)
-                scores = None
-            if scores is not None:
-                yield chunk(answer.index, {}, None, scores)
+                yield chunk(answer.index, _delta(piece), **more)
+                more = {}
+            if more:
+                yield chunk(answer.index, {}, **more)
             if event.finish is not None:
                 yield chunk(answer.index, {}, message.finish(event.finish))
     if with_usage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -12,24 +13,32 @@ from ..aio import SlowReader
 from ..request import Request, TokenEvent
 from . import protocol, translate
 from .errors import explained, invalid
-from .growing import body_of, size_of, with_field
+from .growing import JsonList, body_of, size_of, with_fields
 from .metrics import AnswerTimes
-from .scores import Scores, logprobs, prompt_scores, top_of
+from .scores import (
+    Scores,
+    check_prompt_bytes,
+    logprobs,
+    prompt_bytes,
+    prompt_logprobs,
+    prompt_scores,
+    top_of,
+    written,
+)
 from .served import TOLD, Caller, Served, Usage
 
-_LONG = 256  # more scores of a prompt are written beside the event loop
-_SCORE = 32  # bytes of a token and its log-probability in an answer's JSON
 USUAL_TOKENS = 16  # of an answer, by OpenAI's API
 
 
 @dataclass
 class Answer:
-    """One choice during generation. ``text`` and ``scores`` are those of an answer that is not streamed."""
+    """One choice during generation. ``text``, ``ids`` and ``scores`` are those of an answer that is not streamed."""
 
     prompt: int  # its position among the prompts
     index: int
     times: AnswerTimes
     text: list[str] = field(default_factory=list)
+    ids: JsonList = field(default_factory=JsonList)
     scores: Scores | None = None
     offset: int = 0  # of the next token's text, for streamed log-probabilities
     finish: str | None = None
@@ -79,7 +88,7 @@ class Answers:
         if self._bytes > (most := self._served.options.max_answer_bytes):
             raise invalid(
                 f"the answer has more than {most} bytes (--max-answer-bytes): stream it, or ask for less of n, "
-                "max_tokens or logprobs",
+                "max_tokens, logprobs or prompt_logprobs",
                 code="answer_too_large",
             )
 
@@ -129,10 +138,13 @@ class Answers:
 
 async def requests_of(served: Served, body: protocol.CompletionRequest, caller: Caller) -> list[Request]:
     """The engine's requests, one for each prompt. Raises ApiError."""
+    translate.check(body)
     if body.best_of not in (None, body.n):
-        raise invalid(f"best_of={body.best_of} and n={body.n}: answers are not ranked here: omit best_of", "best_of")
-    if body.stream and body.echo and body.logprobs is not None:
-        raise invalid("echo with logprobs is not streamed: set stream or echo to false", "echo")
+        raise invalid(
+            f"best_of={body.best_of} and n={body.n}: answers are not ranked here, and beam search is not supported: "
+            "omit best_of",
+            "best_of",
+        )
     # With max_tokens=0 the engine still generates one token, and the answer omits it.
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens=0 without echo: expected at least 1", "max_tokens")
@@ -144,111 +156,154 @@ async def requests_of(served: Served, body: protocol.CompletionRequest, caller: 
     if not given:
         raise invalid("prompt: no prompt: expected one at least", "prompt")
     served.check_answers(len(given) * body.n)
-    scores = body.logprobs if body.echo else None
-    form = translate.Form(served, body, caller, body.logprobs, translate.guide(served, body), prompt_logprobs=scores)
-    found, asked = [], 0
+    answered = served.logprobs(body.logprobs, "logprobs")
+    echoed = answered if body.echo else None
+    asked = served.logprobs(body.prompt_logprobs, "prompt_logprobs")
+    more = {
+        "prompt_logprobs": max((each for each in (echoed, asked) if each is not None), default=None),
+        "bad_words": await translate.bad_words(served, body),
+    }
+    form = translate.Form(served, body, caller, answered, translate.guide(served, body), **more)
+    room = max(1, USUAL_TOKENS if body.max_tokens is None else body.max_tokens)
+    most = translate.most_encoded(served, body)
+    found, size = [], 0
     for each in given:
         await asyncio.sleep(0)  # lets other requests run
         if not isinstance(each, str):
             served.check_tokens(each, "prompt")
-        tokens = await served.encode(each, body.add_special_tokens) if isinstance(each, str) else each
-        if scores is not None:
-            asked += len(tokens) * (scores + 1) * body.n
-            _check_scores(served, asked)
+        special = isinstance(each, str) and body.add_special_tokens
+        tokens = await served.encode(each, special, most) if isinstance(each, str) else each
+        tokens = translate.truncated(served, body, tokens, room, special)
+        size += prompt_bytes(len(tokens), echoed, asked) * (1 if body.stream else body.n)
+        check_prompt_bytes(served, size, "prompt_logprobs" if echoed is None else "logprobs")
         found.append(form.request(tokens, body.max_tokens, USUAL_TOKENS, least=1))
     return found
 
 
-async def _echoes(served: Served, body: protocol.CompletionRequest, requests: Sequence[Request]) -> list[str]:
-    """The texts of the prompts, if they belong to the answers; else empty ones."""
+@dataclass
+class Shown:
+    """What the answers to one prompt show of it, as far as the body asks: its text, its tokens' ids as JSON, and its
+    scores in OpenAI's and in vLLM's form.
+    """
+
+    text: str
+    ids: bytes
+    scores: Scores | None = None
+    logprobs: bytes | None = None
+
+    def __len__(self) -> int:
+        """Bytes, at most, without the scores."""
+        return size_of(self.text) + len(self.ids)
+
+    async def score(self, served: Served, body: protocol.CompletionRequest, request: Request, event: TokenEvent) -> int:
+        """Take the scores of the prompt that ``event`` has; return the bytes that they take."""
+        scored, echoed = event.prompt_logprobs or (), request.sampling.logprobs
+        if body.echo and echoed is not None:
+            self.scores = await written(served, prompt_scores, request.prompt, scored, echoed)
+        asked = served.logprobs(body.prompt_logprobs, "prompt_logprobs")
+        if asked is not None:
+            self.logprobs = await written(served, prompt_logprobs, request.prompt, scored, asked)
+        return len(self.scores or ()) + len(self.logprobs or b"")
+
+
+async def _shown(served: Served, body: protocol.CompletionRequest, requests: Sequence[Request]) -> list[Shown]:
     found = []
     for each in requests:
         await asyncio.sleep(0)
-        found.append(await served.text(each.prompt) if body.echo else "")
+        text = await served.text(each.prompt) if body.echo else ""
+        found.append(Shown(text, json.dumps(each.prompt).encode() if body.return_token_ids else b""))
     return found
-
-
-def _check_scores(served: Served, scores: int) -> None:
-    if scores * _SCORE > (most := served.options.max_answer_bytes):
-        raise invalid(
-            f"echo with logprobs asks for {scores} log-probabilities: an answer has at most {most} bytes "
-            "(--max-answer-bytes); lower logprobs or n, or send a shorter prompt",
-            "logprobs",
-            "answer_too_large",
-        )
 
 
 async def complete(served: Served, body: protocol.CompletionRequest, caller: Caller) -> list[bytes]:
     """The whole answer, in pieces of its JSON."""
     requests = await requests_of(served, body, caller)
-    echoed = await _echoes(served, body, requests)
-    before: list[Scores | None] = [None] * len(requests)  # of the prompts' tokens
+    shown = await _shown(served, body, requests)
     async with Answers(served, requests) as answers:
-        answers.keep(body.n * sum(map(size_of, echoed)))
+        answers.keep(body.n * sum(map(len, shown)))
         async for answer, event in answers:
+            of = shown[answer.prompt]
             if event.prompt_logprobs is not None:  # in a prompt's first event; all of its answers show them
-                prompt = requests[answer.prompt].prompt
-                work = (prompt_scores, served, prompt, event.prompt_logprobs)
-                found = (
-                    await served.aside(*work)
-                    if len(prompt) * (body.logprobs or 1) > _LONG
-                    else prompt_scores(*work[1:])
-                )
-                before[answer.prompt] = found
-                answers.keep(body.n * len(found))
+                answers.keep(body.n * await of.score(served, body, requests[answer.prompt], event))
             if body.max_tokens == 0:
                 continue
             answer.text.append(event.text)
             answers.keep(size_of(event.text))
+            if body.return_token_ids and event.token is not None:
+                answers.keep(answer.ids.add(event.token))
             if body.logprobs is not None:
                 if answer.scores is None:
-                    answer.scores = Scores(served, before[answer.prompt])
+                    answer.scores = Scores(served, of.scores)
                 if event.token is not None:
                     answers.keep(answer.scores.add(event.token, event.logprob, top_of(event)))
     choices = []
     for answer in answers.all:
         await asyncio.sleep(0)
+        of = shown[answer.prompt]
         choice = {
             "index": answers.number(answer),
-            "text": echoed[answer.prompt] + "".join(answer.text),
+            "text": of.text + "".join(answer.text),
             "finish_reason": _finish(body, answer.finish),
             "stop_reason": None if body.max_tokens == 0 else answer.stop_reason,
         }
-        scores = before[answer.prompt] if answer.scores is None else answer.scores
-        choices.append(with_field(choice, "logprobs", b"null" if scores is None else scores.json()))
+        scores = of.scores if answer.scores is None else answer.scores
+        more = {"logprobs": b"null" if scores is None else scores.json()}
+        if of.logprobs is not None:
+            more["prompt_logprobs"] = of.logprobs
+        if body.return_token_ids:
+            more |= {"token_ids": answer.ids.json(), "prompt_token_ids": of.ids}
+        choices.append(with_fields(choice, **more))
     return body_of(_head(served, caller.name), choices, _usage(body, answers).json())
 
 
 async def stream(
     served: Served, body: protocol.CompletionRequest, caller: Caller
-) -> AsyncIterator[dict[str, Any] | None]:
+) -> AsyncIterator[dict[str, Any] | bytes | None]:
     """The chunks of a stream. The first is None, sent once the request itself is known to be valid."""
     requests = await requests_of(served, body, caller)
-    echoed = await _echoes(served, body, requests)
+    shown = await _shown(served, body, requests)
     head = _head(served, caller.name)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
-    rest: dict[str, Any] = {"usage": None} if with_usage else {}
+    continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
+    hidden = body.max_tokens == 0
     begun: set[int] = set()
     async with Answers(served, requests) as answers:
         yield None
         async for answer, event in answers:
-            number = answers.number(answer)
-            text = "" if body.max_tokens == 0 else event.text
-            if number not in begun:
-                text = echoed[answer.prompt] + text
+            number, of, request = answers.number(answer), shown[answer.prompt], requests[answer.prompt]
+            first = number not in begun
             begun.add(number)
-            scores = None
-            if body.logprobs is not None:
-                scores = logprobs(served, event, answer.offset)
-                answer.offset += sum(map(len, scores["tokens"]))
-            if text or event.finish is not None or scores is not None:
-                choice = {
-                    "index": number,
-                    "text": text,
-                    "logprobs": scores,
-                    "finish_reason": _finish(body, event.finish),
-                    "stop_reason": None if body.max_tokens == 0 else event.stop_reason,
-                }
+            if event.prompt_logprobs is not None:
+                await of.score(served, body, request, event)
+            text = "" if hidden else event.text
+            choice: dict[str, Any] = {"index": number, "text": of.text + text if first else text}
+            more: dict[str, bytes] = {}
+            if body.logprobs is None:
+                choice["logprobs"] = None
+            elif first and of.scores is not None:  # one chunk with the scores of the prompt, which may be long
+                scores = Scores(served, of.scores)
+                if event.token is not None and not hidden:
+                    scores.add(event.token, event.logprob, top_of(event))
+                answer.offset = scores.end
+                more["logprobs"] = scores.json()
+            else:
+                choice["logprobs"] = logprobs(served, event, answer.offset)
+                answer.offset += sum(map(len, choice["logprobs"]["tokens"]))
+            choice["finish_reason"] = _finish(body, event.finish)
+            choice["stop_reason"] = None if hidden else event.stop_reason
+            if body.return_token_ids:
+                choice["token_ids"] = [] if hidden or event.token is None else [event.token]
+                if first:
+                    more["prompt_token_ids"] = of.ids
+            silent = body.logprobs is None and not body.return_token_ids
+            if silent and not choice["text"] and event.finish is None:
+                continue
+            rest: dict[str, Any] = {"usage": None} if with_usage else {}
+            if continuous:
+                rest["usage"] = Usage(len(request.prompt), 0 if hidden else answer.times.tokens).json()
+            if more:
+                yield with_fields({**head, **rest}, choices=b"[%b]" % with_fields(choice, **more))
+            else:
                 yield {**head, "choices": [choice], **rest}
     if with_usage:
         yield {**head, "choices": [], "usage": _usage(body, answers).json()}

@@ -20,6 +20,7 @@ from ..guide import GuideBusy, GuideRefused
 from ..ranks import RanksLost
 from ..request import QueueFull
 from ..sampling import LogitsNotFinite
+from ..sampling_params import NoTokenLeft
 
 log = logging.getLogger("shardfuse.server")
 
@@ -99,7 +100,7 @@ def explained(error: Exception) -> ApiError:
         return ApiError(408, f"the client reads too slowly: {error} (--max-answer-bytes)", code="timeout")
     if isinstance(error, RanksLost):
         return unavailable(str(error), "ranks_lost", 30)
-    if isinstance(error, GuideRefused):
+    if isinstance(error, (GuideRefused, NoTokenLeft)):
         return invalid(str(error))
     if isinstance(error, LogitsNotFinite):
         log.error("a request failed: %s", error)

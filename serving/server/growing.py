@@ -17,10 +17,13 @@ class JsonList:
         """Bytes."""
         return len(self._text)
 
-    def add(self, value: Any) -> None:
-        if self._text:
+    def add(self, value: Any) -> int:
+        """Append ``value``; return the bytes that it takes."""
+        size = len(self._text)
+        if size:
             self._text += b","
         self._text += json.dumps(value).encode()
+        return len(self._text) - size
 
     def json(self, before: JsonList | None = None) -> bytes:
         """The list, after the elements of ``before``."""
@@ -33,14 +36,20 @@ def size_of(text: str) -> int:
     return len(text) if text.isascii() else 12 * len(text)
 
 
-def with_field(value: dict[str, Any], name: str, field: bytes) -> bytes:
-    """The JSON of ``value``, which has a field already, with one more field, ``name``, given as JSON."""
-    return b'%b,"%b":%b}' % (json.dumps(value).encode()[:-1], name.encode(), field)
+def with_fields(value: dict[str, Any], **more: bytes) -> bytes:
+    """The JSON of ``value``, which has a field already, with ``more`` fields, given as JSON."""
+    parts = [json.dumps(value).encode()[:-1]]
+    for name, field in more.items():
+        parts += [b',"%b":' % name.encode(), field]
+    return b"".join([*parts, b"}"])
 
 
-def body_of(head: dict[str, Any], choices: Sequence[bytes], usage: dict[str, int]) -> list[bytes]:
-    """The pieces of an answer's JSON: ``head``, ``choices``, ``usage``."""
+def body_of(head: dict[str, Any], choices: Sequence[bytes], usage: dict[str, int], **more: bytes) -> list[bytes]:
+    """The pieces of an answer's JSON: ``head``, ``choices``, ``usage``, and ``more`` fields, given as JSON."""
     pieces = [json.dumps(head).encode()[:-1] + b',"choices":[']
     for number, choice in enumerate(choices):
         pieces += [b",", choice] if number else [choice]
-    return [*pieces, b'],"usage":%b}' % json.dumps(usage).encode()]
+    pieces.append(b'],"usage":%b' % json.dumps(usage).encode())
+    for name, field in more.items():
+        pieces += [b',"%b":' % name.encode(), field]
+    return [*pieces, b"}"]

@@ -29,7 +29,8 @@ class ServerOptions:
         max_body_memory_mib: memory of a parsed body, estimated from its numbers, texts, lists and objects before it is
             parsed; more is refused with 413.
         max_answer_bytes: of an answer that is not streamed.
-        max_tokenized_tokens: tokens of one answer of ``/tokenize``.
+        max_tokenized_tokens: tokens of one answer of ``/tokenize``, and of a text that is truncated.
+        max_logprobs: the most log-probabilities for one token; -1: the whole vocabulary.
         max_connections: open at once; less where the process may not open as many files.
         max_connections_per_address: of these, from one address; None: three quarters of them.
         header_timeout_s: how long a client may take to send a request's headers.
@@ -48,6 +49,7 @@ class ServerOptions:
     max_body_memory_mib: int = 8
     max_answer_bytes: int = 64 * 1024 * 1024
     max_tokenized_tokens: int = 131_072
+    max_logprobs: int = 20
     max_connections: int = 4096
     max_connections_per_address: int | None = None
     header_timeout_s: float = 10.0
@@ -74,7 +76,8 @@ class ServerOptions:
             if each.name.endswith("_s"):
                 check_seconds(f"{each.name} ({flag(each.name)})", value)
             elif each.name.startswith("max_"):
-                whole_number(f"{each.name} ({flag(each.name)})", value)
+                least = -1 if each.name == "max_logprobs" else 1
+                whole_number(f"{each.name} ({flag(each.name)})", value, least=least)
 
 
 def flag(field: str) -> str:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from ..request import MAX_ANSWERS
-from ..sampling_params import MAX_LOGPROBS
 
 T = TypeVar("T")
 _MOST = 2**31  # of a number of tokens, or of a token; longer numbers are not written in errors, or not at all
 _MOST_FIELDS = 64  # more than any object here has, or a template has arguments
+MAX_BAD_WORDS = 128  # vLLM's limit
 
 
 def _first_wrong(right: Callable[[Any], bool]) -> BeforeValidator:
@@ -40,6 +41,12 @@ def _is_bias(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -100 <= value <= 100
 
 
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise PydanticCustomError("printable", "expected printable characters")
+    return value
+
+
 # A wrong list has one error, that of its first wrong element.
 Many = Annotated[list[T], Field(fail_fast=True)]
 Tokens = Many[Annotated[int, Field(ge=0, lt=_MOST)]]
@@ -48,6 +55,9 @@ Positive = Annotated[int, Field(ge=1, lt=_MOST)]
 Stops = str | Annotated[list[str], Field(max_length=16)]
 Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _first_wrong(_is_bias)]
 Texts = Annotated[dict[str, str], _first_wrong(_is_text)]
+# -1 stands for the whole vocabulary; the server's own limit is its --max-logprobs.
+Logprobs = Annotated[int, Field(ge=-1, lt=_MOST)]
+Role = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 
 
@@ -80,6 +90,7 @@ class Ignored(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -141,6 +152,13 @@ class Sampled(Ignored):
     structured_outputs: StructuredOutputs | None = None
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, max_length=256)
+    min_tokens: Count = 0
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] = []
+    prompt_logprobs: Logprobs | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=_MOST)
+    truncation_side: Literal["left", "right"] | None = None
+    use_beam_search: bool = False
 
 
 class CompletionRequest(Sampled):
@@ -149,7 +167,7 @@ class CompletionRequest(Sampled):
     prompt: str | Tokens | Many[str] | Many[Tokens]
     max_tokens: Count | None = None
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Logprobs | None = None
     add_special_tokens: bool = True
     best_of: Count | None = None
     suffix: None = None
@@ -172,7 +190,7 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | Many[TextPart] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -215,7 +233,7 @@ class ChatRequest(Sampled):
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Logprobs | None = None
     tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

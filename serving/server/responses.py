@@ -70,7 +70,8 @@ class Whole(Response):
 
 
 class EventStream(Response):
-    """``chunks`` as server-sent events, after their first element, None, has been taken; "[DONE]" is the last event.
+    """``chunks``, also those that are JSON already, as server-sent events, after their first element, None, has been
+    taken; "[DONE]" is the last event.
 
     A later error becomes an event, because the status has been sent by then. The request ends if the client
     disconnects, or reads nothing for ``send_timeout_s``.
@@ -78,7 +79,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[dict[str, Any] | None, None], send_timeout_s: float) -> None:
+    def __init__(self, chunks: AsyncGenerator[dict[str, Any] | bytes | None, None], send_timeout_s: float) -> None:
         self._chunks = chunks
         self._send_timeout_s = send_timeout_s
         self.status_code = 200
@@ -105,7 +106,8 @@ class EventStream(Response):
             async with contextlib.aclosing(self._chunks):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for event in self._events():
-                    await out(event)
+                    for start in range(0, len(event), _SENT):
+                        await out(event[start : start + _SENT])
             await out(b"data: [DONE]\n\n", more=False)
         except asyncio.TimeoutError:
             log.warning(_STALLED, self._send_timeout_s)
@@ -122,12 +124,13 @@ class EventStream(Response):
             yield _event(error_body(500, f"a defect of the server: {type(error).__name__}"))
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+def _event(data: dict[str, Any] | bytes) -> bytes:
+    text = data if isinstance(data, bytes) else json.dumps(data, separators=(",", ":")).encode()
+    return b"data: " + text + b"\n\n"
 
 
 async def streamed(
-    request: Request, chunks: AsyncGenerator[dict[str, Any] | None, None], send_timeout_s: float
+    request: Request, chunks: AsyncGenerator[dict[str, Any] | bytes | None, None], send_timeout_s: float
 ) -> EventStream:
     """A stream whose request is queued. Raises ApiError if it is refused."""
     try:

@@ -262,6 +262,11 @@ class Served:
         return list(self.tokenizer.encode(text, add_special_tokens=special))
 
     @functools.cached_property
+    def first_tokens(self) -> list[int]:
+        """The special tokens around a text, which precede it if they are all at its beginning."""
+        return self._encode("", True)
+
+    @functools.cached_property
     def _longest_token(self) -> int:
         """Characters of the longest token's name, at least as many as in its text."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
@@ -278,6 +283,19 @@ class Served:
     def piece(self) -> Callable[[int], str]:
         """The text of one token, remembered for the last ones."""
         return functools.lru_cache(1 << 16)(lambda token: self.decode([token]))
+
+    def logprobs(self, asked: int | None, param: str) -> int | None:
+        """How many log-probabilities a token gets that ``asked`` for so many; -1 is the vocabulary.
+
+        Raises ApiError above the server's limit.
+        """
+        if asked is None:
+            return None
+        most = self.options.max_logprobs
+        limit, found = (self.vocab_size if each == -1 else each for each in (most, asked))
+        if found > limit:
+            raise invalid(f"{param}={asked}: expected at most {limit} (--max-logprobs)", param)
+        return found
 
     def check_tokens(self, tokens: Collection[int], param: str) -> None:
         """Raise ApiError for a token outside the vocabulary."""

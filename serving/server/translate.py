@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import Any
 
@@ -9,9 +10,11 @@ from ..guide import Guide
 from ..request import Request, token_set
 from ..sampling_params import SamplingParams
 from . import protocol
-from .errors import invalid
+from .errors import ApiError, invalid
 from .served import Caller, Served
 from .weights import check_weight
+
+_BAD_TOKENS = 1024  # of all bad words together, vLLM's limit
 
 
 class Form:
@@ -59,9 +62,11 @@ class Form:
         texts = (texts,) if isinstance(texts, str) else tuple(texts)
         if "" in texts:
             raise invalid("stop: a text of no character: expected at least one", "stop")
+        self._min_tokens = body.min_tokens
+        more = {"logit_bias": bias, "logprobs": logprobs, "guide": guide, "min_tokens": body.min_tokens, **more}
         self._fields: dict[str, Any] = {
             "stop": token_set(stop if body.ignore_eos else stop.union(served.stop_ids)),
-            "sampling": SamplingParams(**params, logit_bias=bias, logprobs=logprobs, guide=guide, **more),
+            "sampling": SamplingParams(**params, **more),
             "priority": body.priority,
             "timeout_s": served.options.request_timeout_s,
             "cache_salt": f"{caller.tenant}/{body.cache_salt or ''}",
@@ -97,12 +102,93 @@ class Form:
                 "either",
                 code="context_length_exceeded",
             )
+        if self._min_tokens > (most := length if asked is None else asked):
+            raise invalid(
+                f"min_tokens={self._min_tokens}, and the answer has at most {most} tokens: lower min_tokens, or raise "
+                "max_tokens",
+                "min_tokens",
+            )
         made = Request(prompt, max_new_tokens=length, **self._fields)
         try:
             made.check(served.vocab_size)
         except ValueError as error:
             raise invalid(str(error)) from None
         return made
+
+
+def check(body: protocol.Sampled) -> None:
+    """Raise ApiError for what no answer can have, and for parameters without the one that they belong to."""
+    if body.use_beam_search:
+        raise invalid(
+            "use_beam_search: beam search is not supported here: leave it out; n asks for several answers",
+            "use_beam_search",
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs are not streamed: leave them out, or set stream to false", "prompt_logprobs")
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise invalid(
+            "stream_options.continuous_usage_stats without include_usage: set include_usage to true",
+            "stream_options.continuous_usage_stats",
+        )
+    if body.truncation_side is not None and body.truncate_prompt_tokens is None:
+        raise invalid(
+            "truncation_side without truncate_prompt_tokens: say how many tokens to keep, or -1", "truncation_side"
+        )
+
+
+async def bad_words(served: Served, body: protocol.Sampled) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of ``bad_words``: each text's without spaces before it, and those with one space if they are
+    as many and begin differently, as in vLLM. Raises ApiError.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in dict.fromkeys(body.bad_words):
+        await asyncio.sleep(0)  # lets other requests run
+        bare = word.lstrip()
+        try:
+            first, second = [tuple(await served.encode(text, False, _BAD_TOKENS)) for text in (bare, f" {bare}")]
+        except ApiError as error:
+            raise invalid(f"bad_words: {error.detail}", "bad_words") from None
+        if not first:
+            raise invalid(f"bad_words: {word[:100]!r} has no token: expected text, not only spaces", "bad_words")
+        found.append(first)
+        if len(second) == len(first) and second[0] != first[0]:
+            found.append(second)
+        if (total := sum(map(len, found))) > _BAD_TOKENS:
+            raise invalid(f"bad_words: {total} tokens or more: expected at most {_BAD_TOKENS}", "bad_words")
+    for tokens in found:
+        served.check_tokens(tokens, "bad_words")
+    return tuple(found)
+
+
+def most_encoded(served: Served, body: protocol.Sampled) -> int:
+    """The most tokens that a prompt may have before it is truncated, if it is."""
+    if body.truncate_prompt_tokens is None:
+        return served.max_model_len
+    return max(served.options.max_tokenized_tokens, served.max_model_len)
+
+
+def truncated(served: Served, body: protocol.Sampled, tokens: list[int], answer: int, special: bool) -> list[int]:
+    """The part of a prompt's ``tokens`` that ``truncate_prompt_tokens`` keeps; -1 leaves room for ``answer`` tokens.
+
+    Unless ``truncation_side`` is given, this is the last part, and ``special`` first tokens stay. Raises ApiError.
+    """
+    asked, most = body.truncate_prompt_tokens, served.max_model_len
+    if asked is None:
+        return tokens
+    if asked == 0 or asked > most:
+        raise invalid(
+            f"truncate_prompt_tokens={asked}: expected 1 to {most}, or -1 for what the answer leaves",
+            "truncate_prompt_tokens",
+        )
+    keep = most - answer if asked == -1 else asked
+    if keep < 1 or len(tokens) <= keep:  # an answer that is too long is refused with the request
+        return tokens
+    if body.truncation_side == "right":
+        return tokens[:keep]
+    first = served.first_tokens if special and body.truncation_side is None else []
+    first = first if len(first) < keep and tokens[: len(first)] == first else []
+    return [*first, *tokens[len(tokens) - keep + len(first) :]]
 
 
 def _token(param: str, text: str) -> int:

@@ -57,6 +57,8 @@ INVALID: dict[str, tuple[Any, ...]] = {
         *(SamplingParams(seed=each) for each in (1.5, "1", None, 2**64, -(2**63) - 1, True)),
         *(SamplingParams(top_p=each) for each in (0.0, 1.5, -1, float("nan"), "1", None)),
         *(SamplingParams(top_k=each) for each in (-1, 1.5, None)),
+        *(SamplingParams(min_tokens=each) for each in (-1, 11, 1.5, "1", None, True)),
+        *(SamplingParams(bad_words=each) for each in ("x", 3, None, [3], ["x"], [[]], [[VOCABULARY]], [[1.5]])),
         *(None, {}, "greedy"),
     ),
     "stop_strings": ("x", 3, None, [""], [1], ["without a tokenizer"]),
@@ -140,9 +142,10 @@ class Case:
 
     def request(self) -> Request:
         random = self.random
+        most = random.randint(1, 10)
         return Request(
             [random.randrange(VOCABULARY) for _ in range(random.randint(1, 14))],
-            max_new_tokens=random.randint(1, 10),
+            max_new_tokens=most,
             stop=[random.randrange(VOCABULARY) for _ in range(random.choice((0, 0, 3)))],
             sampling=SamplingParams(
                 temperature=random.choice((0.0, 0.0, 0.7, 1.5)),
@@ -152,6 +155,8 @@ class Case:
                 repetition_penalty=random.choice((1.0, 1.3)),
                 frequency_penalty=random.choice((0.0, 0.5)),
                 prompt_logprobs=random.choice((None, None, 0, 3)),
+                min_tokens=random.choice((0, 0, random.randint(0, most))),
+                bad_words=random.choice(((), (), self.words())),
                 seed=random.randrange(2**63),
             ),
             priority=random.choice((0, 0, -1, 3)),
@@ -159,6 +164,10 @@ class Case:
             client=random.choice(("", "", "b", "c")),
             arrival=random.choice((0, 0, random.randrange(30))),
         )
+
+    def words(self) -> list[list[int]]:
+        """Sequences of one to three tokens, which leave most of the vocabulary."""
+        return [[self.random.randrange(VOCABULARY) for _ in range(self.random.randint(1, 3))] for _ in range(12)]
 
     def add_invalid(self) -> None:
         """Add a request that must be refused, and change nothing."""

@@ -45,7 +45,7 @@ def served(folder: Path, *options: str) -> Iterator[Process]:
 @pytest.fixture(scope="module")
 def process(folder: Path) -> Iterator[Process]:
     """A server that reads every one of the bodies."""
-    with served(folder, "--max-body-bytes", str(8 * MIB)) as process:
+    with served(folder, "--max-body-bytes", str(8 * MIB), "--max-logprobs", "64") as process:
         yield process
 
 

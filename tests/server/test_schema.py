@@ -85,8 +85,10 @@ ASK = [{"role": "user", "content": "hi"}]
 GOOD: list[tuple[str, Any]] = [
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "logprobs": 2, "echo": True}),
     ("/v1/completions", {"prompt": "a", "max_tokens": 2, "stream": True}),
+    ("/v1/completions", {"prompt": "ab", "max_tokens": 2, "prompt_logprobs": 2, "return_token_ids": True}),
     ("/v1/chat/completions", {"messages": ASK, "max_tokens": 2, "logprobs": True, "top_logprobs": 2}),
     ("/v1/chat/completions", {"messages": ASK, "max_tokens": 2, "stream": True}),
+    ("/v1/chat/completions", {"messages": ASK, "max_tokens": 2, "prompt_logprobs": 0, "return_token_ids": True}),
     ("/tokenize", {"prompt": "a", "return_token_strs": True}),
     ("/detokenize", {"tokens": [97]}),
     *((path, None) for path in ("/v1/models", "/v1/models/{model}", "/health", "/version", "/metrics", "/stats")),

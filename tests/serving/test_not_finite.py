@@ -17,6 +17,7 @@ from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.serving import Engine, LogitsNotFinite, Request, SamplingParams, TokenEvent
 from shardfuse.serving.request import SequenceState
 from shardfuse.serving.sampling import Sampled, sample
+from shardfuse.serving.sampling_params import NoTokenLeft
 from shardfuse.testing import solo_tokens, tiny_model
 
 NAN, INF = float("nan"), float("inf")
@@ -74,8 +75,8 @@ def test_a_change_past_the_dtypes_range_is_no_fault_of_the_model() -> None:
 def test_tokens_of_which_none_is_possible_are_told_as_such() -> None:
     rows = torch.tensor([[0.0, -INF, 1.0]])
     (found,) = sample(rows, [_state(allowed_tokens=(1,))])
-    assert isinstance(found, ValueError)
-    assert "after 1 tokens of the answer, none of the tokens that the request allows has a finite logit" in str(found)
+    assert isinstance(found, NoTokenLeft)
+    assert "after 1 tokens of the answer, none of allowed_tokens has a finite logit" in str(found)
 
 
 class _Copies(TorchFunctionMode):

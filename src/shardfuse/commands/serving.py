@@ -124,6 +124,9 @@ def serve(
     max_tokenized_tokens: Annotated[
         int, _limit("The most tokens that /tokenize and /detokenize take, else 400.")
     ] = 131_072,
+    max_logprobs: Annotated[
+        int, _limit("The most log-probabilities for one token, else 400; -1: the whole vocabulary.", min=-1)
+    ] = 20,
     max_connections: Annotated[
         int, _limit("The most connections, fewer if the process may open fewer files; more get 503.")
     ] = 4096,
@@ -175,6 +178,7 @@ def serve(
         max_body_memory_mib=max_body_memory_mib,
         max_answer_bytes=max_answer_bytes,
         max_tokenized_tokens=max_tokenized_tokens,
+        max_logprobs=max_logprobs,
         max_connections=max_connections,
         max_connections_per_address=max_connections_per_address,
         header_timeout_s=header_timeout,
