@@ -614,7 +614,7 @@ class Engine:
         stats, allocator = self.stats, self._allocator
         filling = [chunk for chunk in chunks if not chunk.decodes]
         prefill = sum([chunk.length for chunk in filling])
-        stats.steps += 1
+        stats.count_step(prefill + generated)
         stats.generated_tokens += generated
         stats.prefill_tokens += prefill
         stats.recomputed_tokens += sum([chunk.recomputed for chunk in filling])

@@ -35,14 +35,19 @@ def event_of(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:
     if not isinstance(new, Exception):
         try:
             finish, text = sequence.accept(new.token)
-            scored = sequence.request.sampling.prompt_logprobs is not None and sequence.generated == 1
-            scores = sequence.prompt_scores if scored and not sequence.index else None
-            if scores is not None and (at := scores.first_wrong()) is not None:
-                raise not_finite(f"after token {at + 1} of the prompt")
+            scores = cached = scheduled = None
+            if sequence.generated == 1:
+                scheduled = sequence.scheduled
+                if not sequence.index:
+                    cached = sequence.cached
+                    scores = None if sequence.request.sampling.prompt_logprobs is None else sequence.prompt_scores
+                    if scores is not None and (at := scores.first_wrong()) is not None:
+                        raise not_finite(f"after token {at + 1} of the prompt")
             reason = sequence.stop_reason if finish == "stop" else None
             token, logprob, likeliest = new
+            index = sequence.index
             return TokenEvent(
-                sequence.number, token, finish, None, logprob, likeliest, text, scores, sequence.index, reason
+                sequence.number, token, finish, None, logprob, likeliest, text, scores, index, reason, cached, scheduled
             )
         except Exception as error:  # an error of the tokenizer, the guide or the prompt's scores
             new = error

@@ -251,6 +251,10 @@ class TokenEvent:
 
     ``prompt_logprobs`` has an entry for each token of the prompt but the first, in the first event of a request that
     asks for them.
+
+    The first event with a token of each answer has ``scheduled``, the time (``time.monotonic()``) at which the engine
+    first scheduled it; that of answer 0 has ``cached_tokens``, how many tokens of the prompt it then found in the
+    prefix cache. Neither takes part in comparisons: both depend on what was served before.
     """
 
     request: int
@@ -263,6 +267,8 @@ class TokenEvent:
     prompt_logprobs: Sequence[ScoredToken] | None = None
     index: int = 0
     stop_reason: int | str | None = None
+    cached_tokens: int | None = field(default=None, compare=False)
+    scheduled: float | None = field(default=None, compare=False)
 
 
 @dataclass(eq=False)
@@ -293,6 +299,8 @@ class SequenceState:
     rank: float = 0  # its priority; better after enough overtakes
     due: int = 0  # the number of its client's admissions at that point
     turn: float | None = None  # the virtual time for which its client was charged; -inf once it has run
+    scheduled: float | None = None  # the time of its first admission, or of that of the answer it was forked from
+    cached: int = 0  # tokens of its prompt in the prefix cache at that time
     text: AnswerText | None = None  # if the engine has a tokenizer
     guide: GuideState | None = None  # if its request has one
     prompt_scores: PromptScores = field(default_factory=lambda: PromptScores())  # from its second token on
@@ -306,8 +314,9 @@ class SequenceState:
 
     def fork(self, number: int, index: int) -> SequenceState:
         """The ``index``-th answer to the same request, as sequence ``number``, before either has a token."""
-        guide = None if self.guide is None else self.guide.fork()
-        shared: dict[str, Any] = {"guide": guide, "stop": self.stop, "changes": self.changes.fork()}
+        shared: dict[str, Any] = {"stop": self.stop, "changes": self.changes.fork(), "scheduled": self.scheduled}
+        if self.guide is not None:
+            shared["guide"] = self.guide.fork()
         return SequenceState(number, self.request, list(self.tokens), self.number, index, **shared)
 
     @property

@@ -22,6 +22,7 @@ ones overtake it, and it is then the client's first. Once all older ones have en
 
 from __future__ import annotations
 
+import time
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -258,6 +259,8 @@ class Scheduler:
         sequence.published = len(shared)
         sequence.computed = len(shared) * self.allocator.block_size
         self.shared_tokens += sequence.computed
+        if sequence.scheduled is None:
+            sequence.scheduled, sequence.cached = time.monotonic(), sequence.computed
         if sequence.kept:
             self._bring(sequence, len(shared))
         return sequence

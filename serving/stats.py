@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+STEP_SIZES = tuple(2**power for power in range(15))  # tokens of a step, at most; the last count is of larger steps
 
 
 class EngineLoad(NamedTuple):
@@ -39,6 +41,15 @@ class EngineStats:
     peak_blocks: int = 0
     slot_steps: int = 0  # allocated token slots, summed over steps
     unused_slot_steps: int = 0  # of these, slots that held no token
+    step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))  # steps, by STEP_SIZES
+
+    def __copy__(self) -> EngineStats:
+        return replace(self, step_sizes=list(self.step_sizes))
+
+    def count_step(self, tokens: int) -> None:
+        """Count a step of at least one token, prefill's and generated ones together."""
+        self.steps += 1
+        self.step_sizes[min((tokens - 1).bit_length(), len(STEP_SIZES))] += 1
 
     @property
     def prefill_token_seconds(self) -> float:

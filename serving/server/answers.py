@@ -9,10 +9,15 @@ from pydantic import BaseModel
 Finish = Literal["stop", "length", "tool_calls"]
 
 
+class PromptDetails(BaseModel):
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
 class Logprobs(BaseModel):
@@ -109,6 +114,72 @@ class Chat(BaseModel):
     usage: Usage
     prompt_logprobs: PromptLogprobs = []
     prompt_token_ids: list[int] = []
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[str]
+    logprobs: list[TokenScore]
+
+
+class OutputMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["completed", "incomplete"]
+    content: list[OutputText]
+
+
+class InputDetails(BaseModel):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class IncompleteDetails(BaseModel):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(BaseModel):
+    """The answer of ``/v1/responses``; in a stream, each event has a ``type`` and a ``sequence_number``."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[OutputMessage]
+    usage: ResponseUsage
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    text: dict[str, Any]
+    tools: list[str]
+    tool_choice: Literal["none", "auto"]
+    parallel_tool_calls: bool
+    reasoning: dict[str, None]
+    truncation: Literal["disabled"]
+    background: bool
+    store: bool
+    previous_response_id: None
+    metadata: dict[str, str]
+    user: str | None
 
 
 class Model(BaseModel):

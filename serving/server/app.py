@@ -21,11 +21,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from . import answers, bodies, chat, completions, errors, history, protocol, tokenizing
+from . import answers, bodies, chat, completions, errors, history, protocol, responses_api, tokenizing
 from .answers import described
 from .door import Door
-from .errors import ErrorBody
-from .responses import Whole, streamed, unless_gone
+from .errors import ApiError, ErrorBody
+from .protocol_responses import ResponseRequest
+from .responses import DONE, Whole, streamed, unless_gone
 from .served import Caller, Served
 
 _SAMPLE_S = 1.0  # between two points of the live page's plots
@@ -43,7 +44,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The server is draining, or a rank is lost.",
     }.items()
 }
-_BODIES = (protocol.CompletionRequest, protocol.ChatRequest, protocol.TokenizeRequest, protocol.DetokenizeRequest)
+_BODIES = (
+    *(protocol.CompletionRequest, protocol.ChatRequest, ResponseRequest),
+    *(protocol.TokenizeRequest, protocol.DetokenizeRequest),
+)
 _SCHEMA = "#/components/schemas/{model}"
 _PAGE = Path(__file__).with_name("page.html")
 
@@ -94,14 +98,23 @@ def create_app(served: Served) -> FastAPI:
         """Generate the next message of a chat."""
         return await _answer(chat, await bodies.read(request, protocol.ChatRequest, served), request)
 
-    async def _answer(kind: Any, body: Any, request: Request) -> Response:
+    @post("/v1/responses", "OpenAI", ResponseRequest, answers.ResponseObject, "text/event-stream")
+    async def create_response(request: Request) -> Response:
+        """Generate the next message of a conversation, which is not stored."""
+        return await _answer(responses_api, await bodies.read(request, ResponseRequest, served), request, b"")
+
+    @app.api_route("/v1/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    async def stored_response(name: str) -> Response:
+        raise ApiError(404, f"there is no response {name!r}: this server stores none", code="not_found")
+
+    async def _answer(kind: Any, body: Any, request: Request, last: bytes = DONE) -> Response:
         served.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise errors.invalid("stream_options without stream: set stream to true", "stream_options")
         caller = _caller(request)
         if body.stream:
             chunks = _counted(served, kind.stream(served, body, caller))
-            return await streamed(request, chunks, options.send_timeout_s)
+            return await streamed(request, chunks, options.send_timeout_s, last)
         with served.counted():
             return Whole(await unless_gone(request, kind.complete(served, body, caller)), options.send_timeout_s)
 

@@ -19,7 +19,7 @@ from .completions import Answer, Answers
 from .errors import invalid
 from .growing import JsonList, body_of, size_of, with_fields
 from .scores import check_prompt_bytes, finite, prompt_bytes, prompt_logprobs, written
-from .served import Caller, Served, Usage
+from .served import Caller, Served
 from .tools import Call, ToolParser, grammar
 from .weights import check_weight
 
@@ -203,7 +203,7 @@ async def complete(served: Served, body: protocol.ChatRequest, caller: Caller) -
                 else:
                     message.calls[piece.index][1].append(piece.arguments)
             if body.logprobs:
-                answers.keep(sum(map(message.scores.add, _scores(served, event))))
+                answers.keep(sum(map(message.scores.add, scores_of(served, event))))
     choices = []
     for answer, message in zip(answers.all, found):
         await asyncio.sleep(0)
@@ -248,14 +248,14 @@ async def stream(served: Served, body: protocol.ChatRequest, caller: Caller) -> 
             "stop_reason": None if finish is None else answer.stop_reason,
             **more,
         }
-        usage = {"usage": Usage(len(request.prompt), answer.times.tokens).json()} if continuous else rest
+        usage = {"usage": answers.usage_of(answer).json()} if continuous else rest
         return {**head, "choices": [choice], **usage}
 
     def of_token(event: TokenEvent) -> dict[str, Any]:
         """What a chunk has of an event's token beside its text."""
         more: dict[str, Any] = {}
         if event.token is not None and body.logprobs:
-            more["logprobs"] = {"content": _scores(served, event), "refusal": None}
+            more["logprobs"] = {"content": scores_of(served, event), "refusal": None}
         if event.token is not None and body.return_token_ids:
             more["token_ids"] = [event.token]
         return more
@@ -295,7 +295,7 @@ def _call(piece: Call) -> dict[str, Any]:
     }
 
 
-def _scores(served: Served, event: TokenEvent) -> list[dict[str, Any]]:
+def scores_of(served: Served, event: TokenEvent) -> list[dict[str, Any]]:
     """A token's log-probability as OpenAI's object."""
     if event.token is None:
         return []

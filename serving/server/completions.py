@@ -13,7 +13,7 @@ from ..aio import SlowReader
 from ..request import Request, TokenEvent
 from . import protocol, translate
 from .errors import explained, invalid
-from .growing import JsonList, body_of, size_of, with_fields
+from .growing import JsonList, Piece, body_of, size_of, with_fields
 from .metrics import AnswerTimes
 from .scores import (
     Scores,
@@ -28,6 +28,7 @@ from .scores import (
 from .served import TOLD, Caller, Served, Usage
 
 USUAL_TOKENS = 16  # of an answer, by OpenAI's API
+_LESS = "stream it, or ask for less of n, max_tokens, logprobs or prompt_logprobs"
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Answers:
         ]
         self._held: list[tuple[int, TokenEvent]] = []  # events received and not taken yet
         self._bytes = 0  # of an answer that is not streamed
+        self._cached = [0] * len(requests)  # tokens of each prompt that were in the prefix cache
         self._first = [0]
         for each in requests:
             self._first.append(self._first[-1] + each.n)
@@ -80,15 +82,21 @@ class Answers:
 
     @property
     def usage(self) -> Usage:
-        return Usage(sum(len(each.prompt) for each in self._requests), sum(each.times.tokens for each in self.all))
+        prompt = sum(len(each.prompt) for each in self._requests)
+        return Usage(prompt, sum(each.times.tokens for each in self.all), sum(self._cached))
 
-    def keep(self, size: int) -> None:
-        """Count ``size`` more bytes to be held until the end. Raises ApiError above the server's limit."""
+    def usage_of(self, answer: Answer) -> Usage:
+        """That of ``answer`` so far, with its prompt."""
+        return Usage(len(self._requests[answer.prompt].prompt), answer.times.tokens, self._cached[answer.prompt])
+
+    def keep(self, size: int, instead: str = _LESS) -> None:
+        """Count ``size`` more bytes to be held until the end. Raises ApiError, which says what to do ``instead``, above
+        the server's limit.
+        """
         self._bytes += size
         if self._bytes > (most := self._served.options.max_answer_bytes):
             raise invalid(
-                f"the answer has more than {most} bytes (--max-answer-bytes): stream it, or ask for less of n, "
-                "max_tokens, logprobs or prompt_logprobs",
+                f"the answer has more than {most} bytes (--max-answer-bytes): {instead}",
                 code="answer_too_large",
             )
 
@@ -112,6 +120,8 @@ class Answers:
         for answer in self.all:
             if answer.finish is None:
                 answer.end("abort")
+        for first, end in zip(self._first, self._first[1:]):
+            self._served.metrics.longest.observe(max(each.times.tokens for each in self.all[first:end]))
         if (told := TOLD.get(None)) is not None:
             told |= {**self.usage.json(), "finish": ",".join(sorted({str(answer.finish) for answer in self.all}))}
 
@@ -129,6 +139,9 @@ class Answers:
         if event.error is not None or event.finish in ("cancelled", "timeout"):
             answer.end("abort" if event.error is None else "error")
             self._served.check(event)
+        if event.scheduled is not None:
+            answer.times.begin(event.scheduled, event.cached_tokens)
+            self._cached[position] += event.cached_tokens or 0
         if event.token is not None:
             answer.times.token()
         if event.finish is not None:
@@ -253,12 +266,12 @@ async def complete(served: Served, body: protocol.CompletionRequest, caller: Cal
         if body.return_token_ids:
             more |= {"token_ids": answer.ids.json(), "prompt_token_ids": of.ids}
         choices.append(with_fields(choice, **more))
-    return body_of(_head(served, caller.name), choices, _usage(body, answers).json())
+    return body_of(_head(served, caller.name), choices, _usage(body, answers.usage).json())
 
 
 async def stream(
     served: Served, body: protocol.CompletionRequest, caller: Caller
-) -> AsyncIterator[dict[str, Any] | bytes | None]:
+) -> AsyncIterator[dict[str, Any] | list[Piece] | None]:
     """The chunks of a stream. The first is None, sent once the request itself is known to be valid."""
     requests = await requests_of(served, body, caller)
     shown = await _shown(served, body, requests)
@@ -300,17 +313,16 @@ async def stream(
                 continue
             rest: dict[str, Any] = {"usage": None} if with_usage else {}
             if continuous:
-                rest["usage"] = Usage(len(request.prompt), 0 if hidden else answer.times.tokens).json()
+                rest["usage"] = _usage(body, answers.usage_of(answer)).json()
             if more:
-                yield with_fields({**head, **rest}, choices=b"[%b]" % with_fields(choice, **more))
+                yield [b"data: ", with_fields({**head, **rest}, choices=b"[%b]" % with_fields(choice, **more)), b"\n\n"]
             else:
                 yield {**head, "choices": [choice], **rest}
     if with_usage:
-        yield {**head, "choices": [], "usage": _usage(body, answers).json()}
+        yield {**head, "choices": [], "usage": _usage(body, answers.usage).json()}
 
 
-def _usage(body: protocol.CompletionRequest, answers: Answers) -> Usage:
-    usage = answers.usage
+def _usage(body: protocol.CompletionRequest, usage: Usage) -> Usage:
     if body.max_tokens == 0:
         usage.completion = 0
     return usage

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+Piece = bytes | bytearray
+
 
 class JsonList:
     """The JSON of a list, one element after the other."""
@@ -30,6 +32,10 @@ class JsonList:
         parts = [each._text for each in (before, self) if each]
         return b"[%b]" % b",".join(parts)
 
+    def pieces(self) -> list[Piece]:
+        """The pieces of the list's JSON, without a copy: they are read before the next :meth:`add`."""
+        return [b"[", self._text, b"]"]
+
 
 def size_of(text: str) -> int:
     """The most bytes of a text in JSON, but for control characters and quotes."""
@@ -44,7 +50,12 @@ def with_fields(value: dict[str, Any], **more: bytes) -> bytes:
     return b"".join([*parts, b"}"])
 
 
-def body_of(head: dict[str, Any], choices: Sequence[bytes], usage: dict[str, int], **more: bytes) -> list[bytes]:
+def with_pieces(value: dict[str, Any], name: str, field: Sequence[Piece]) -> list[Piece]:
+    """:func:`with_fields` of one ``field`` in pieces, which are not copied."""
+    return [b'%b,"%b":' % (json.dumps(value).encode()[:-1], name.encode()), *field, b"}"]
+
+
+def body_of(head: dict[str, Any], choices: Sequence[bytes], usage: dict[str, Any], **more: bytes) -> list[bytes]:
     """The pieces of an answer's JSON: ``head``, ``choices``, ``usage``, and ``more`` fields, given as JSON."""
     pieces = [json.dumps(head).encode()[:-1] + b',"choices":[']
     for number, choice in enumerate(choices):

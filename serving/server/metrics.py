@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from ..stats import EngineLoad, EngineStats
+from ..stats import STEP_SIZES, EngineLoad, EngineStats
 
 _LABELS = ("model_name", "engine")
 _FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -87,6 +90,20 @@ class Metrics:
             _BETWEEN_S,
         )
         self.whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _WHOLE_S)
+        self.queue = histogram("request_queue_time_seconds", "From a request's arrival to its first step.", _WHOLE_S)
+        self.prefill = histogram("request_prefill_time_seconds", "From the first step to the first token.", _WHOLE_S)
+        self.decode = histogram("request_decode_time_seconds", "From the first token to the last.", _WHOLE_S)
+        self.inference = histogram("request_inference_time_seconds", "From the first step to the last token.", _WHOLE_S)
+        self.longest = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest answer to a prompt.", _TOKENS
+        )
+        self.computed = histogram(
+            "request_prefill_kv_computed_tokens", "Tokens of a prompt that were not in the prefix cache.", _TOKENS
+        )
+        self.prompt_tokens_cached = Counter(
+            "vllm:prompt_tokens_cached", "Of prompt_tokens, those found in the prefix cache.", _LABELS,
+            registry=self.registry,
+        ).labels(*labels)  # fmt: skip
         self._gauges = {
             "running": Gauge(
                 "vllm:num_requests_running", "Answers that are being computed.", _LABELS, registry=self.registry
@@ -123,13 +140,26 @@ class Metrics:
 
 
 class AnswerTimes:
-    """Measures one answer as its tokens arrive, for ``metrics``; ``leads`` marks the first answer to its prompt."""
+    """Measures one answer as its tokens arrive, for ``metrics``; ``leads`` marks the first answer to its prompt.
+
+    Times are those of ``time.monotonic()``. An answer without a token has no phases.
+    """
 
     def __init__(self, metrics: Metrics, arrived: float, prompt: int, leads: bool) -> None:
         self._metrics, self._arrived, self._prompt, self._leads = metrics, arrived, prompt, leads
         self.tokens = 0
         self.first: float | None = None
+        self._scheduled: float | None = None
         self._last = arrived
+
+    def begin(self, scheduled: float, cached: int | None) -> None:
+        """Record when the engine first scheduled the answer, before its first :meth:`token`; of the first answer also
+        how many tokens of the prompt were ``cached``.
+        """
+        self._scheduled = scheduled
+        if cached is not None:
+            self._metrics.prompt_tokens_cached.inc(cached)
+            self._metrics.computed.observe(self._prompt - cached)
 
     def token(self) -> None:
         now, metrics, totals = time.monotonic(), self._metrics, self._metrics.totals
@@ -156,12 +186,19 @@ class AnswerTimes:
         metrics.whole.observe(time.monotonic() - self._arrived)
         metrics.request_prompt_tokens.observe(self._prompt)
         metrics.request_generation_tokens.observe(self.tokens)
-        if self.first is not None and self.tokens > 1:
+        if self.first is None:
+            return
+        if self._scheduled is not None:
+            metrics.queue.observe(self._scheduled - self._arrived)
+            metrics.prefill.observe(self.first - self._scheduled)
+            metrics.decode.observe(self._last - self.first)
+            metrics.inference.observe(self._last - self._scheduled)
+        if self.tokens > 1:
             metrics.each.observe((self._last - self.first) / (self.tokens - 1))
 
 
 class _OfTheEngine(Collector):
-    """Counters that the engine keeps."""
+    """Counters and a histogram that the engine keeps."""
 
     def __init__(self, metrics: Metrics, labels: tuple[str, str]) -> None:
         self._metrics, self._labels = metrics, labels
@@ -183,3 +220,8 @@ class _OfTheEngine(Collector):
             family = CounterMetricFamily(name, help, labels=_LABELS)
             family.add_metric(self._labels, value)
             yield family
+        counts = accumulate(stats.step_sizes)
+        buckets = [(floatToGoString(most), count) for most, count in zip((*STEP_SIZES, math.inf), counts)]
+        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step of the engine.", labels=_LABELS)
+        steps.add_metric(self._labels, buckets, stats.prefill_tokens + stats.generated_tokens)
+        yield steps

@@ -8,9 +8,9 @@ from typing import Any
 from ...kernels.runtime.checks import whole_number
 from ..printable import printable
 from .hosts import Hosts, network_of
+from .keys import check_keys
 
 _MOST_S = 1_000_000.0  # timers and the kernel's limits take no number of seconds
-_KEY = frozenset(map(chr, range(0x21, 0x7F)))  # what a header can carry, without spaces
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ServerOptions:
         max_body_bytes: of a request; longer ones are refused with 413.
         max_body_memory_mib: memory of a parsed body, estimated from its numbers, texts, lists and objects before it is
             parsed; more is refused with 413.
-        max_answer_bytes: of an answer that is not streamed.
+        max_answer_bytes: of an answer that is not streamed, and of any of ``/v1/responses``.
         max_tokenized_tokens: tokens of one answer of ``/tokenize``, and of a text that is truncated.
         max_logprobs: the most log-probabilities for one token; -1: the whole vocabulary.
         max_connections: open at once; less where the process may not open as many files.
@@ -64,7 +64,7 @@ class ServerOptions:
         for name in ("api_keys", "allowed_hosts", "trusted_proxies"):
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is a text: expected a tuple of texts")
-        _check_keys(self.api_keys)
+        check_keys(self.api_keys)
         if self.protect_metrics and not self.api_keys:
             raise ValueError("protect_metrics without api_keys: --protect-metrics needs --api-key KEY")
         _check_hosts("allowed_hosts (--allowed-hosts)", self.allowed_hosts or (), lambda each: Hosts([each]))
@@ -91,18 +91,6 @@ def check_seconds(name: str, value: Any, *, zero: bool = False) -> None:
     if not (number and 0 <= value <= _MOST_S and (value or zero)):  # nan fails both comparisons
         least = "from 0" if zero else "above 0"
         raise ValueError(f"{name}={value!r}: expected a number of seconds {least}, at most {_MOST_S:,.0f}")
-
-
-def _check_keys(keys: tuple[str, ...]) -> None:
-    for number, key in enumerate(keys, 1):
-        which = "the API key" if len(keys) == 1 else f"API key {number} of {len(keys)}"
-        if not key:
-            raise ValueError(f"{which} is empty (--api-key, SHARDFUSE_API_KEY): give a text, or leave the option out")
-        if not _KEY.issuperset(key):
-            raise ValueError(
-                f"{which} has a space, a control character or one outside ASCII (--api-key, SHARDFUSE_API_KEY): it is "
-                "sent in a header, so expected letters, digits and punctuation"
-            )
 
 
 def _check_hosts(name: str, hosts: tuple[str, ...], parse: Any) -> None:

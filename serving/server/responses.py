@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import GONE, ApiError, error_body, log
+from .errors import GONE, ApiError, log
+from .growing import Piece
 from .served import within
 
 T = TypeVar("T")
+Chunks = AsyncGenerator[dict[str, Any] | list[Piece] | None, None]
+DONE = b"data: [DONE]\n\n"
 _STALLED = "a client took nothing for %g s: its request is cancelled"
 _SENT = 1 << 18  # bytes of an answer sent at once
 
@@ -49,7 +52,7 @@ class Whole(Response):
 
     media_type = "application/json"
 
-    def __init__(self, pieces: Sequence[bytes], send_timeout_s: float) -> None:
+    def __init__(self, pieces: Sequence[Piece], send_timeout_s: float) -> None:
         self._pieces = pieces
         self._send_timeout_s = send_timeout_s
         self.status_code = 200
@@ -59,28 +62,35 @@ class Whole(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            for piece in self._pieces:
-                for start in range(0, len(piece), _SENT):
-                    part = piece[start : start + _SENT]
-                    async with within(self._send_timeout_s):
-                        await send({"type": "http.response.body", "body": part, "more_body": True})
+            for part in _parts(self._pieces):
+                async with within(self._send_timeout_s):
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except asyncio.TimeoutError:
             log.warning(_STALLED, self._send_timeout_s)
 
 
-class EventStream(Response):
-    """``chunks``, also those that are JSON already, as server-sent events, after their first element, None, has been
-    taken; "[DONE]" is the last event.
+def _parts(pieces: Sequence[Piece]) -> Iterator[bytes]:
+    """``pieces`` in parts of at most ``_SENT`` bytes: one if they are short, else copied one at a time."""
+    if sum(map(len, pieces)) <= _SENT:
+        yield b"".join(pieces)
+        return
+    for piece in pieces:
+        for start in range(0, len(piece), _SENT):
+            yield bytes(piece[start : start + _SENT])
 
-    A later error becomes an event, because the status has been sent by then. The request ends if the client
-    disconnects, or reads nothing for ``send_timeout_s``.
+
+class EventStream(Response):
+    """``chunks`` as server-sent events, after their first element, None, has been taken, and then ``last``.
+
+    A chunk of pieces is an event already. A later error becomes an event, because the status has been sent by then. The
+    request ends if the client disconnects, or reads nothing for ``send_timeout_s``.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[dict[str, Any] | bytes | None, None], send_timeout_s: float) -> None:
-        self._chunks = chunks
+    def __init__(self, chunks: Chunks, send_timeout_s: float, last: bytes = DONE) -> None:
+        self._chunks, self._last = chunks, last
         self._send_timeout_s = send_timeout_s
         self.status_code = 200
         self.background = None
@@ -106,36 +116,38 @@ class EventStream(Response):
             async with contextlib.aclosing(self._chunks):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for event in self._events():
-                    for start in range(0, len(event), _SENT):
-                        await out(event[start : start + _SENT])
-            await out(b"data: [DONE]\n\n", more=False)
+                    for part in _parts(event):
+                        await out(part)
+            await out(self._last, more=False)
         except asyncio.TimeoutError:
             log.warning(_STALLED, self._send_timeout_s)
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
+    async def _events(self) -> AsyncGenerator[Sequence[Piece], None]:
         try:
             async for chunk in self._chunks:
                 if chunk is not None:
-                    yield _event(chunk)
-        except ApiError as error:
-            yield _event(error.body)
+                    yield chunk if isinstance(chunk, list) else [_event(chunk)]
         except Exception as error:
-            log.error("a stream failed", exc_info=error)
-            yield _event(error_body(500, f"a defect of the server: {type(error).__name__}"))
+            yield [_event(error_of(error).body)]
 
 
-def _event(data: dict[str, Any] | bytes) -> bytes:
-    text = data if isinstance(data, bytes) else json.dumps(data, separators=(",", ":")).encode()
-    return b"data: " + text + b"\n\n"
+def error_of(error: Exception) -> ApiError:
+    """The client's error for an ``error`` within a stream; a defect of the server is logged."""
+    if isinstance(error, ApiError):
+        return error
+    log.error("a stream failed", exc_info=error)
+    return ApiError(500, f"a defect of the server: {type(error).__name__}")
 
 
-async def streamed(
-    request: Request, chunks: AsyncGenerator[dict[str, Any] | bytes | None, None], send_timeout_s: float
-) -> EventStream:
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def streamed(request: Request, chunks: Chunks, send_timeout_s: float, last: bytes = DONE) -> EventStream:
     """A stream whose request is queued. Raises ApiError if it is refused."""
     try:
         await unless_gone(request, chunks.__anext__())
     except BaseException:
         await chunks.aclose()
         raise
-    return EventStream(chunks, send_timeout_s)
+    return EventStream(chunks, send_timeout_s, last)

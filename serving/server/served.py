@@ -362,14 +362,26 @@ async def within(seconds: float) -> AsyncIterator[None]:
 
 @dataclass
 class Usage:
-    """The token counts of one HTTP request."""
+    """The token counts of one HTTP request; ``cached`` ones of its prompts were found in the prefix cache."""
 
     prompt: int = 0
     completion: int = 0
+    cached: int = 0
 
-    def json(self) -> dict[str, int]:
+    def json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+    def response_json(self) -> dict[str, Any]:
+        """The same in the words of ``/v1/responses``."""
+        return {
+            "input_tokens": self.prompt,
+            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
+            "output_tokens": self.completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self.prompt + self.completion,
         }

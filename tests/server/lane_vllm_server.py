@@ -208,6 +208,8 @@ EVERYWHERE: dict[str, str] = {
     "choices.prompt_logprobs": "vLLM's own form of a prompt's log-probabilities, beside OpenAI's",
     "choices.prompt_token_ids": "vLLM's, beside OpenAI's fields",
     "choices.stop_reason": "here an end-of-sequence token is a reason, too; vLLM has none for it",
+    "usage.prompt_tokens_details": "vLLM has it with --enable-prompt-tokens-details, if anything was cached",
+    "usage.prompt_tokens_details.cached_tokens": "the same",
 }
 _INSIDES = ("top_logprobs", "prompt_logprobs")  # whose names are tokens
 

@@ -229,6 +229,46 @@ def test_the_key_of_the_environment_is_one_key(parsed: Any, monkeypatch: pytest.
             app(["serve", "--tiny", *arguments], standalone_mode=False)
 
 
+def test_keys_of_a_file(parsed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside those of the command line, instead of the one of the environment."""
+    monkeypatch.setenv("SHARDFUSE_API_KEY", "unused")
+    file = tmp_path / "keys"
+    file.write_bytes(b"# ours\r\n\none\r\n  \n  two  \n#three\nfo#ur")
+    file.chmod(0o600)
+    assert parsed("--api-key-file", str(file)).server.api_keys == ("one", "two", "fo#ur")
+    assert parsed("--api-key-file", str(file), "--api-key", "a").server.api_keys == ("a", "one", "two", "fo#ur")
+    for mode in (0o640, 0o604):
+        file.chmod(mode)
+        with pytest.warns(UserWarning, match="other users may read it") as told:
+            assert parsed("--api-key-file", str(file)).server.api_keys == ("one", "two", "fo#ur")
+        assert "one" not in str(told[0].message).replace(str(file), "")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no key in it"),
+        (b"\n# secret\n", "no key in it"),
+        (b"good\nse cret", "line 2 has a space"),
+        (b"good\n\ns\xe9cret", "line 3 has a space"),
+        (b"\x00secret", "line 1 has a space"),
+    ],
+    ids=["empty", "comments", "space", "latin-1", "zero"],
+)
+def test_a_wrong_file_of_keys_is_refused_and_not_told(tmp_path: Path, content: bytes, said: str) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=said) as caught:
+        app(["serve", "--tiny", "--api-key-file", str(file)], standalone_mode=False)
+    assert "cret" not in str(caught.value)
+
+
+def test_a_file_of_keys_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(OSError, match=re.escape(str(path))):
+            app(["serve", "--tiny", "--api-key-file", str(path)], standalone_mode=False)
+
+
 def test_the_command_allows_the_servers_own_hosts(parsed: Any) -> None:
     found = parsed("--allowed-hosts", "box.example", "--allowed-hosts", "b", "--trusted-proxy", "::1").server
     assert found.allowed_hosts == (*own_hosts("127.0.0.1"), "box.example", "b")

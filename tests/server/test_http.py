@@ -1,4 +1,4 @@
-"""The server as raw HTTP sees it: bad bodies, clients that go or stall, limits, health, metrics and the log."""
+"""The server as raw HTTP sees it: bad bodies, clients that go or stall, limits, health and the log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed (pip install .[serve])")
 
-from server_case import NAME, SOON_S, Server, answer, events, serve, until
+from server_case import SOON_S, Server, answer, events, serve, until
 
 from shardfuse.serving import RanksLost
 from shardfuse.serving.server.responses import EventStream
@@ -471,74 +471,7 @@ def test_an_answer_that_takes_too_long_is_408() -> None:
         assert chunks[-1]["error"]["code"] == "timeout"
 
 
-# --- metrics, and what operators ask ----------------------------------------------------------------------------------
-
-# Of vLLM 0.32.0, vllm/v1/metrics/loggers.py; prometheus_client adds "_total" to counters.
-VLLM_NAMES = {
-    "vllm:num_requests_running": "gauge",
-    "vllm:num_requests_waiting": "gauge",
-    "vllm:kv_cache_usage_perc": "gauge",
-    "vllm:prefix_cache_queries": "counter",
-    "vllm:prefix_cache_hits": "counter",
-    "vllm:num_preemptions": "counter",
-    "vllm:prompt_tokens": "counter",
-    "vllm:generation_tokens": "counter",
-    "vllm:request_success": "counter",
-    "vllm:request_prompt_tokens": "histogram",
-    "vllm:request_generation_tokens": "histogram",
-    "vllm:request_params_n": "histogram",
-    "vllm:request_params_max_tokens": "histogram",
-    "vllm:time_to_first_token_seconds": "histogram",
-    "vllm:inter_token_latency_seconds": "histogram",
-    "vllm:request_time_per_output_token_seconds": "histogram",
-    "vllm:e2e_request_latency_seconds": "histogram",
-}
-
-
-def test_metrics_have_vllms_names(server: Server) -> None:
-    from prometheus_client.parser import text_string_to_metric_families
-
-    server.post(COMPLETIONS, SHORT)
-    found = list(text_string_to_metric_families(server.get("/metrics").text))
-    kinds = {each.name: each.type for each in found if not each.name.endswith("_created")}
-    assert kinds == {**VLLM_NAMES, "shardfuse:requests_refused": "counter", "shardfuse:logits_not_finite": "counter"}
-    labels = [sample.labels for each in found for sample in each.samples]
-    assert all(each["model_name"] == NAME and each["engine"] == "0" for each in labels)
-
-
-def test_metrics_count_what_was_served() -> None:
-    with serve() as server:
-        server.post(COMPLETIONS, {"prompt": ["hello", "ab"], "max_tokens": 6, "n": 2, "ignore_eos": True})
-        server.post(COMPLETIONS, {**SHORT, "stream": True, "ignore_eos": True})
-        server.post(COMPLETIONS, {**SHORT, "stop": answer("hello", 4)[1][2]})
-        server.idle()
-        found = server.metrics()
-        assert found["vllm:prompt_tokens_total"] == 5 + 2 + 5 + 5
-        assert found["vllm:generation_tokens_total"] == 4 * 6 + 4 + 3
-        assert found["vllm:request_success_total{length}"] == 5
-        assert found["vllm:request_success_total{stop}"] == 1
-        assert found["vllm:request_success_total{abort}"] == found["vllm:request_success_total{error}"] == 0
-        assert found["vllm:time_to_first_token_seconds_count"] == 6
-        assert found["vllm:e2e_request_latency_seconds_count"] == 6
-        assert found["vllm:inter_token_latency_seconds_count"] == 31 - 6
-        assert found["vllm:request_generation_tokens_sum"] == 31
-        assert found["vllm:request_params_n_sum"] == 2 + 2 + 1 + 1
-        assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
-        assert found["vllm:kv_cache_usage_perc"] == 0
-        with server.failing(ArithmeticError("a defect")):
-            server.post(COMPLETIONS, SHORT)
-        assert server.metrics()["vllm:request_success_total{error}"] == 1
-
-
-def test_gauges_show_the_load() -> None:
-    with serve(engine={"max_num_seqs": 1}) as server, ThreadPoolExecutor(2) as pool:
-        with server.slow(0.05):
-            asked = [pool.submit(server.post, COMPLETIONS, LONG) for _ in range(2)]
-            until(lambda: server.served.serve.load.running and server.served.serve.load.waiting)
-            found = server.metrics()
-            assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (1, 1)
-            assert 0 < found["vllm:kv_cache_usage_perc"] < 1
-        assert [each.result(SOON_S).status_code for each in asked] == [200, 200]
+# --- what operators ask -----------------------------------------------------------------------------------------------
 
 
 def test_tokenize_and_back(server: Server) -> None:

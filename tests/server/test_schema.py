@@ -22,7 +22,10 @@ from server_case import Server, serve
 
 CASES_IN_CI, CASES = 100, 10_000
 LIMIT_S = 120  # for an answer that never comes: one case can ask for hundreds of sequences
-WEIGHTS = {"/v1/completions": 10, "/v1/chat/completions": 10, "/tokenize": 4, "/detokenize": 2, "/v1/models/{model}": 2}
+WEIGHTS = {
+    **{"/v1/completions": 10, "/v1/chat/completions": 10, "/v1/responses": 10},
+    **{"/tokenize": 4, "/detokenize": 2, "/v1/models/{model}": 2},
+}
 MODES = st.sampled_from([GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 
 
@@ -53,7 +56,7 @@ def _try(server: Server, cases: int) -> Counter[tuple[str, int]]:
         case = data.draw(operations[path].as_strategy(generation_mode=data.draw(MODES)))
         if isinstance(case.body, dict) and data.draw(st.booleans()):  # so that some get as far as the model
             case.body.pop("model", None)
-            for name in ("max_tokens", "max_completion_tokens"):
+            for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
                 if isinstance(case.body.get(name), int) and case.body[name] > 8:
                     case.body[name] = 8
         response = case.call(timeout=LIMIT_S)
@@ -82,6 +85,7 @@ CHECKS = [_no_server_error, _errors_are_openais, *map(schemathesis_checks.get_on
 
 
 ASK = [{"role": "user", "content": "hi"}]
+SCORES = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 GOOD: list[tuple[str, Any]] = [
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "logprobs": 2, "echo": True}),
     ("/v1/completions", {"prompt": "a", "max_tokens": 2, "stream": True}),
@@ -89,6 +93,8 @@ GOOD: list[tuple[str, Any]] = [
     ("/v1/chat/completions", {"messages": ASK, "max_tokens": 2, "logprobs": True, "top_logprobs": 2}),
     ("/v1/chat/completions", {"messages": ASK, "max_tokens": 2, "stream": True}),
     ("/v1/chat/completions", {"messages": ASK, "max_tokens": 2, "prompt_logprobs": 0, "return_token_ids": True}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 2, **SCORES, "text": {"format": {"type": "json_object"}}}),
+    ("/v1/responses", {"input": ASK, "instructions": "be brief", "max_output_tokens": 2, "stream": True}),
     ("/tokenize", {"prompt": "a", "return_token_strs": True}),
     ("/detokenize", {"tokens": [97]}),
     *((path, None) for path in ("/v1/models", "/v1/models/{model}", "/health", "/version", "/metrics", "/stats")),

@@ -21,7 +21,8 @@ from typing import Any
 
 from http_load import PATIENCE_S, Process
 
-COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MIB = 1 << 20
 KEY, OTHER = "hostile", "other"  # the keys of the sender and of the second client
 KEYS = ("--api-key", KEY, "--api-key", OTHER)
@@ -58,6 +59,10 @@ def _chat(content: Any, **more: Any) -> Callable[[], bytes]:
 
 def _keys(count: int, value: Any) -> dict[str, Any]:
     return {str(number): value for number in range(count)}
+
+
+def _input(content: Any) -> Callable[[], bytes]:
+    return _json(input=[{"role": "user", "content": content}], max_output_tokens=4)
 
 
 _SHORT = {"prompt": "hi", "max_tokens": 8}
@@ -100,6 +105,16 @@ BODIES = [
     Hostile("6,000 wrong parts", _chat([{"type": "image"}] * 6_000), path=CHAT),
     Hostile("8 MB in one message", _chat("a" * 7_900_000), path=CHAT),
     Hostile("5,000 parts", _chat([{"type": "text", "text": ""}] * 5_000), (200,), CHAT),
+    Hostile("8 MB in one input", _json(input="a" * 7_900_000), path=RESPONSES),
+    Hostile("6,000 wrong inputs", _json(input=[{"role": "usr"}] * 6_000), path=RESPONSES),
+    Hostile("5,000 parts of an input", _input([{"type": "input_text", "text": ""}] * 5_000), (200,), RESPONSES),
+    Hostile(
+        "the log-probabilities of a message",
+        _input([{"type": "output_text", "text": "a", "logprobs": [1.5] * 100_000}]),
+        (200,),
+        RESPONSES,
+    ),
+    Hostile("instructions of 1 MB", _json(input="a", instructions="\u4e00" * 300_000), path=RESPONSES),
     Hostile("nested deeply", lambda: b'{"prompt":' + b"[" * 20_000),
     Hostile("4 MB of no JSON", lambda: b'{"prompt":"' + b"a" * 4_000_000),
     Hostile("numbers of 4,000 digits", _list("1" * 4000, 4_000_000)),
@@ -150,6 +165,10 @@ MORE = [
         "role": "assistant",
         "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[" * 1_000_000}}],
     }]), (413,), CHAT),
+    Hostile("8 MB of tools of a response", _json(input="a", tools=[{"type": "function"}] * 200_000), (413,), RESPONSES),
+    Hostile("64 log-probabilities of a streamed response", _json(
+        input="a", include=["message.output_text.logprobs"], top_logprobs=64, stream=True, ignore_eos=True,
+    ), (200,), RESPONSES),
     Hostile("1.5 among 100,000 stop tokens", _json(stop_token_ids=[*[97] * 100_000, 1.5], **_SHORT)),
     Hostile("texts among 100,000 tokens", _json(prompt=[*[97] * 100_000, "a"])),
     Hostile("50,000 stop texts", _json(stop=["a"] * 50_000, **_SHORT)),

@@ -62,10 +62,14 @@ def _name(name: str | None, model: Path | None) -> str:
     return "tiny" if model is None else printable(model.resolve().name)
 
 
-def _api_keys(given: list[str] | None) -> tuple[str, ...]:
-    """The keys on the command line, else the one in the environment: a variable that is set and empty is no key."""
-    if given:
-        return tuple(given)
+def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+    """The keys on the command line and in ``file``, else the one in the environment: a variable that is set and empty
+    is no key.
+    """
+    from ..serving.server.keys import read_keys
+
+    if given or file is not None:
+        return (*(given or ()), *(() if file is None else read_keys(file)))
     variable = os.environ.get("SHARDFUSE_API_KEY")
     return () if variable is None else (variable,)
 
@@ -85,6 +89,9 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="A key that clients need; may be repeated. Default: SHARDFUSE_API_KEY, if it is set."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File of such keys, one a line; those that begin with # are comments.")
     ] = None,
     allowed_hosts: Annotated[
         list[str] | None,
@@ -170,7 +177,7 @@ def serve(
     check_seconds("--drain-timeout", drain_timeout, zero=True)
     server = ServerOptions(
         name=_name(name, model),
-        api_keys=_api_keys(api_key),
+        api_keys=_api_keys(api_key, api_key_file),
         allowed_hosts=(*own_hosts(host), *(allowed_hosts or ())),
         protect_metrics=protect_metrics,
         trusted_proxies=tuple(trusted_proxy or ()),
