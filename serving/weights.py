@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..kernels.runtime.checks import type_name
 from ..parallel.core.agreement import agree
 from ..parallel.core.mesh import Group
+from ..parallel.core.sharding import is_dtensor
 
 
 def check_weights(model: Any, group: Group) -> None:
@@ -22,7 +22,7 @@ def check_weights(model: Any, group: Group) -> None:
 @torch.no_grad()
 def _check_weights(model: Any) -> None:
     named = model.named_parameters() if isinstance(model, nn.Module) else enumerate(model.parameters())
-    held = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in named}
+    held = {name: each.to_local() if is_dtensor(each) else each for name, each in named}
     sums = {name: _sum(each) for name, each in held.items() if each.is_floating_point()}
     told = torch.stack([*sums.values()]).tolist() if sums else []  # one wait for the device
     wrong = [name for name, total in zip(sums, told) if math.isnan(total) and held[name].isnan().any()]
