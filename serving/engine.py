@@ -37,7 +37,7 @@ from .sampling import LogitsNotFinite
 from .scheduler import Chunk, Scheduler
 from .stats import EngineLoad, EngineStats
 from .text import AnswerText, Tokenizer, decoder
-from .weights import check_weights
+from .weight_check import check_weights
 
 KV_DTYPES = {CACHE_NAMES[dtype]: dtype for dtype in QUANTISED}
 

@@ -16,7 +16,7 @@ from ..parallel.core.mesh import SINGLE, Group
 from ..parallel.grid.grid import Grid
 from .foreign import Served, is_foreign
 from .foreign.probe import Recorder, tokens_of
-from .weights import check_weights
+from .weight_check import check_weights
 
 
 class ServableModel(Protocol):

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...layers.attention.paged import PagedBatch
 from ...layers.fuse.view import names_in
-from ..weights import check_weights
+from ..weight_check import check_weights
 from . import attention, limits, own
 from .probe import Heads, Recorder, compare, tokens_of
 from .step import Loan, Pass, computing
