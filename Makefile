@@ -14,6 +14,7 @@ COMMIT ?=
 DIRTY ?=
 TARGETS ?=
 UNRELEASED ?=
+VLLM_TESTS ?=
 SHARE ?=
 
 VENV := .venv
@@ -386,19 +387,38 @@ test-formats: $(DATASETS)/.installed  ## the tests of data files with pyarrow an
 CLIENTS := .side/clients
 
 $(CLIENTS)/.installed: pyproject.toml | $(INSTALLED)
-	@echo "installing lm-eval into $(CLIENTS)"
+	@echo "installing OpenAI's client, litellm and lm-eval into $(CLIENTS)"
 	@rm -rf $(CLIENTS); "$(PYTHON)" -m venv --without-pip $(CLIENTS)
 	@printf '%s\n' "$(CURDIR)/src" "$(CURDIR)"/$(VENV)/lib/python*/site-packages \
 	  > "$$(echo $(CLIENTS)/lib/python*/site-packages)"/base.pth
-	@$(CLIENTS)/bin/python -m pip install --quiet --no-warn-conflicts 'lm_eval[api]==0.4.13'
+	@$(CLIENTS)/bin/python -m pip install --quiet --no-warn-conflicts 'lm_eval[api]==0.4.13' litellm==1.110.2 openai==3.57.0
 	@touch $@
 
 .PHONY: test-vllm-server
 test-vllm-server: $(VLLM)/.installed  ## the same requests to our server and vLLM's: docs/server_vs_vllm.md (2 minutes)
 	@PYTHONPATH="$(CURDIR)/src" $(BIN)/python tests/server/lane_vllm_server.py --vllm $(VLLM)/bin/python $(ARGS)
 
+# Over vLLM's environment: what its tests want beside it, as its requirements pin them.
+VLLM_RUNNER := .side/vllm-tests-0.32.0
+
+$(VLLM_RUNNER)/.installed: pyproject.toml | $(VLLM)/.installed
+	@rm -rf $(VLLM_RUNNER); "$(PYTHON)" -m venv --without-pip $(VLLM_RUNNER)
+	@printf '%s\n' "$(CURDIR)/src" "$(CURDIR)"/$(VLLM)/lib/python*/site-packages \
+	  > "$$(echo $(VLLM_RUNNER)/lib/python*/site-packages)"/base.pth
+	@$(VLLM_RUNNER)/bin/python -m pip install --quiet --no-warn-conflicts pytest==9.1.0 pytest-asyncio==1.4.0 \
+	  schemathesis==4.21.6 hypothesis==6.131.0 hypothesis-jsonschema==0.23.1 hypothesis-graphql==0.13.0
+	@touch $@
+
+.PHONY: test-vllm-tests
+test-vllm-tests: $(VLLM_RUNNER)/.installed  ## vLLM's own tests against our server: VLLM_TESTS=path/to/vllm/tests (6 minutes)
+	@[ -n "$(VLLM_TESTS)" ] || { echo "error: VLLM_TESTS= names the folder tests of vLLM 0.32.0's sources" >&2; exit 1; }
+	@PYTHONPATH="$(CURDIR)/src" $(VLLM_RUNNER)/bin/python tests/server/lane_vllm_tests.py "$(VLLM_TESTS)" \
+	  --python $(BIN)/python $(ARGS)
+
 .PHONY: test-server
-test-server: $(CLIENTS)/.installed  ## lm-eval against the server, on tasks of its own
+test-server: $(CLIENTS)/.installed  ## OpenAI's client, litellm and lm-eval against the server
+	@$(CLIENTS)/bin/python tests/server/lane_clients.py
+	@$(CLIENTS)/bin/python tests/server/lane_openai.py
 	@$(CLIENTS)/bin/python tests/server/lane_lm_eval.py $(ARGS)
 
 .PHONY: codegen codegen-all

@@ -45,9 +45,9 @@ class CompletionChoice(BaseModel):
     logprobs: Logprobs | None
     finish_reason: Finish
     stop_reason: int | str | None
-    prompt_logprobs: PromptLogprobs = []
-    token_ids: list[int] = []
-    prompt_token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs | None
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
 
 
 class Completion(BaseModel):
@@ -100,7 +100,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: Finish
     stop_reason: int | str | None
-    token_ids: list[int] = []
+    token_ids: list[int] | None
 
 
 class Chat(BaseModel):
@@ -112,8 +112,8 @@ class Chat(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs = []
-    prompt_token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
 
 
 class OutputText(BaseModel):

@@ -33,13 +33,22 @@ async def prompt_of(
     begin_answer: bool = True,
     more: dict[str, Any] | None = None,
     *,
+    continue_last: bool = False,
+    special: bool = False,
     large: bool = False,
     most: int | None = None,
 ) -> list[int]:
     """The tokens of ``messages`` by the model's chat template; that of ``large`` ones runs beside the event loop.
 
-    Raises ApiError if the template is missing or refuses, or for more than ``most`` tokens, by default the context's.
+    ``begin_answer`` opens the answer's message, and ``continue_last`` leaves the last one open. ``special``: with the
+    tokens that the tokenizer puts around a text. Raises ApiError if the template is missing or refuses, or for more
+    than ``most`` tokens, by default the context's.
     """
+    if begin_answer and continue_last:
+        raise invalid(
+            "continue_final_message and add_generation_prompt are both true: set add_generation_prompt to false",
+            "continue_final_message",
+        )
     if not served.tokenizer.chat_template:
         raise invalid(
             "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
@@ -54,8 +63,9 @@ async def prompt_of(
     served.check_characters(sum(map(_characters, messages)), most)
     calls = [call.function.arguments for each in messages for call in each.tool_calls or ()]
     check_weight(served.most_memory, *(each.encode(errors="replace") for each in calls))
-    render = functools.partial(_rendered, served, messages, tools, begin_answer, more or {})
-    return await served.encode(await served.aside(render) if large else render(), False, most)
+    chosen = {"add_generation_prompt": begin_answer, "continue_final_message": continue_last, **(more or {})}
+    render = functools.partial(_rendered, served, messages, tools, chosen)
+    return await served.encode(await served.aside(render) if large else render(), special, most)
 
 
 def _characters(message: protocol.Message) -> int:
@@ -67,8 +77,7 @@ def _rendered(
     served: Served,
     messages: Sequence[protocol.Message],
     tools: Sequence[protocol.Tool] | None,
-    begin_answer: bool,
-    more: dict[str, Any],
+    chosen: dict[str, Any],
 ) -> str:
     try:
         return str(
@@ -76,8 +85,7 @@ def _rendered(
                 [_plain(each) for each in messages],
                 tools=[each.model_dump(exclude_none=True) for each in tools] if tools else None,
                 tokenize=False,
-                add_generation_prompt=begin_answer,
-                **more,
+                **chosen,
             )
         )
     except Exception as error:  # templates raise any error
@@ -141,7 +149,15 @@ async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller)
     shown = body.tools if body.tool_choice != "none" else None
     asked, most = body.max_completion_tokens or body.max_tokens, translate.most_encoded(served, body)
     prompt = await prompt_of(
-        served, body.messages, shown, more=body.chat_template_kwargs, large=caller.large, most=most
+        served,
+        body.messages,
+        shown,
+        body.add_generation_prompt,
+        body.chat_template_kwargs,
+        continue_last=body.continue_final_message,
+        special=body.add_special_tokens,
+        large=caller.large,
+        most=most,
     )
     prompt = translate.truncated(served, body, prompt, asked or 1, False)
     check_prompt_bytes(served, prompt_bytes(len(prompt), None, scored), "prompt_logprobs")
@@ -182,7 +198,8 @@ def _messages(body: protocol.ChatRequest, calls: bool, answers: Answers) -> list
 async def complete(served: Served, body: protocol.ChatRequest, caller: Caller) -> list[bytes]:
     """The whole answer, in pieces of its JSON."""
     request, calls = await request_of(served, body, caller)
-    more = {"prompt_token_ids": json.dumps(request.prompt).encode()} if body.return_token_ids else {}
+    ids = json.dumps(request.prompt).encode() if body.return_token_ids else b"null"
+    more = {"prompt_token_ids": ids, "prompt_logprobs": b"null"}
     async with Answers(served, [request]) as answers:
         answers.keep(sum(map(len, more.values())))
         found = _messages(body, calls, answers)
@@ -223,9 +240,10 @@ def _choice(body: protocol.ChatRequest, answer: Answer, message: _Message) -> by
         "finish_reason": message.finish(answer.finish),
         "stop_reason": answer.stop_reason,
     }
-    more = {"logprobs": b'{"content":%b,"refusal":null}' % message.scores.json() if body.logprobs else b"null"}
-    if body.return_token_ids:
-        more["token_ids"] = message.ids.json()
+    more = {
+        "logprobs": b'{"content":%b,"refusal":null}' % message.scores.json() if body.logprobs else b"null",
+        "token_ids": message.ids.json() if body.return_token_ids else b"null",
+    }
     return with_fields(choice, **more)
 
 
@@ -233,8 +251,8 @@ async def stream(served: Served, body: protocol.ChatRequest, caller: Caller) -> 
     """The chunks of a stream. The first is None, sent once the request itself is known to be valid."""
     request, calls = await request_of(served, body, caller)
     head = _head(served, caller.name, "chat.completion.chunk")
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
+    options = body.stream_options or protocol.StreamOptions()
+    with_usage, continuous = options.include_usage, options.include_usage and options.continuous_usage_stats
     rest: dict[str, Any] = {"usage": None} if with_usage else {}
     prompt = {"prompt_token_ids": request.prompt} if body.return_token_ids else {}
 

@@ -161,11 +161,7 @@ async def requests_of(served: Served, body: protocol.CompletionRequest, caller: 
     # With max_tokens=0 the engine still generates one token, and the answer omits it.
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens=0 without echo: expected at least 1", "max_tokens")
-    given: list[Any]
-    if isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int)):
-        given = [body.prompt]
-    else:
-        given = list(body.prompt)
+    given = _prompts(body)
     if not given:
         raise invalid("prompt: no prompt: expected one at least", "prompt")
     served.check_answers(len(given) * body.n)
@@ -191,6 +187,14 @@ async def requests_of(served: Served, body: protocol.CompletionRequest, caller: 
         check_prompt_bytes(served, size, "prompt_logprobs" if echoed is None else "logprobs")
         found.append(form.request(tokens, body.max_tokens, USUAL_TOKENS, least=1))
     return found
+
+
+def _prompts(body: protocol.CompletionRequest) -> list[str | list[int]]:
+    """The prompts of ``body``, each as its text or its tokens."""
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    prompts: Any = body.prompt
+    return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
 
 
 @dataclass
@@ -221,10 +225,13 @@ class Shown:
 
 async def _shown(served: Served, body: protocol.CompletionRequest, requests: Sequence[Request]) -> list[Shown]:
     found = []
-    for each in requests:
+    for given, each in zip(_prompts(body), requests):
         await asyncio.sleep(0)
-        text = await served.text(each.prompt) if body.echo else ""
-        found.append(Shown(text, json.dumps(each.prompt).encode() if body.return_token_ids else b""))
+        shown = ""
+        if body.echo:  # as it was given, unless it was cut
+            whole = body.truncate_prompt_tokens is None
+            shown = given if whole and isinstance(given, str) else await served.text(each.prompt)
+        found.append(Shown(shown, json.dumps(each.prompt).encode() if body.return_token_ids else b""))
     return found
 
 
@@ -260,11 +267,12 @@ async def complete(served: Served, body: protocol.CompletionRequest, caller: Cal
             "stop_reason": None if body.max_tokens == 0 else answer.stop_reason,
         }
         scores = of.scores if answer.scores is None else answer.scores
-        more = {"logprobs": b"null" if scores is None else scores.json()}
-        if of.logprobs is not None:
-            more["prompt_logprobs"] = of.logprobs
-        if body.return_token_ids:
-            more |= {"token_ids": answer.ids.json(), "prompt_token_ids": of.ids}
+        more = {
+            "logprobs": b"null" if scores is None else scores.json(),
+            "prompt_logprobs": of.logprobs or b"null",
+            "token_ids": answer.ids.json() if body.return_token_ids else b"null",
+            "prompt_token_ids": of.ids or b"null",
+        }
         choices.append(with_fields(choice, **more))
     return body_of(_head(served, caller.name), choices, _usage(body, answers.usage).json())
 
@@ -276,8 +284,8 @@ async def stream(
     requests = await requests_of(served, body, caller)
     shown = await _shown(served, body, requests)
     head = _head(served, caller.name)
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
+    options = body.stream_options or protocol.StreamOptions()
+    with_usage, continuous = options.include_usage, options.include_usage and options.continuous_usage_stats
     hidden = body.max_tokens == 0
     begun: set[int] = set()
     async with Answers(served, requests) as answers:

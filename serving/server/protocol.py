@@ -58,6 +58,7 @@ Texts = Annotated[dict[str, str], _first_wrong(_is_text)]
 # -1 stands for the whole vocabulary; the server's own limit is its --max-logprobs.
 Logprobs = Annotated[int, Field(ge=-1, lt=_MOST)]
 Role = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)]
+Kwargs = Annotated[dict[str, Any], Field(max_length=_MOST_FIELDS)]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 
 
@@ -230,6 +231,9 @@ class ChatRequest(Sampled):
     """``POST /v1/chat/completions``."""
 
     messages: Messages
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -237,7 +241,7 @@ class ChatRequest(Sampled):
     tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST_FIELDS)] | None = None
+    chat_template_kwargs: Kwargs | None = None
 
 
 class TokenizeRequest(Strict):
@@ -247,8 +251,10 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Messages | None = None
     tools: Many[Tool] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # by default those of a text, and none of a chat
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Kwargs | None = None
     return_token_strs: bool | None = None
 
 

@@ -300,7 +300,11 @@ class Served:
     def check_tokens(self, tokens: Collection[int], param: str) -> None:
         """Raise ApiError for a token outside the vocabulary."""
         if tokens and (token := max(tokens)) >= self.vocab_size:
-            raise invalid(f"{param}: token {token}: this model has 0 to {self.vocab_size - 1}", param)
+            raise invalid(
+                f"{param}: token {token} is out of vocabulary: this model has {self.vocab_size} tokens, from 0 to "
+                f"{self.vocab_size - 1}",
+                param,
+            )
 
     @property
     def most_memory(self) -> int:

@@ -21,10 +21,18 @@ async def tokenize(served: Served, body: protocol.TokenizeRequest, caller: Calle
     most = max(served.options.max_tokenized_tokens, served.max_model_len)
     if body.messages is not None:
         tokens = await chat.prompt_of(
-            served, body.messages, body.tools, body.add_generation_prompt, large=caller.large, most=most
+            served,
+            body.messages,
+            body.tools,
+            body.add_generation_prompt,
+            body.chat_template_kwargs,
+            continue_last=body.continue_final_message,
+            special=bool(body.add_special_tokens),
+            large=caller.large,
+            most=most,
         )
     else:
-        tokens = await served.encode(body.prompt or "", body.add_special_tokens, most)
+        tokens = await served.encode(body.prompt or "", body.add_special_tokens is not False, most)
     if len(tokens) > most:
         raise invalid(f"the text has {len(tokens)} tokens: at most {most} are told at once (--max-tokenized-tokens)")
     given = (served, tokens, bool(body.return_token_strs))
@@ -32,7 +40,7 @@ async def tokenize(served: Served, body: protocol.TokenizeRequest, caller: Calle
 
 
 def _json(served: Served, tokens: Sequence[int], with_strings: bool) -> bytes:
-    strings = [served.piece(token) for token in tokens] if with_strings else None
+    strings = served.tokenizer.convert_ids_to_tokens(tokens) if with_strings else None
     found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
     return json.dumps({**found, "token_strs": strings}).encode()
 

@@ -36,7 +36,7 @@ class Form:
         self._served = served
         bias: dict[int, float] | None = None
         if body.logit_bias:
-            bias = {_token("logit_bias", token): value for token, value in body.logit_bias.items()}
+            bias = _tokens("logit_bias", body.logit_bias)
         allowed = None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids)))
         if allowed == ():
             raise invalid(
@@ -125,12 +125,6 @@ def check(body: protocol.Sampled) -> None:
         )
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs are not streamed: leave them out, or set stream to false", "prompt_logprobs")
-    options = body.stream_options
-    if options is not None and options.continuous_usage_stats and not options.include_usage:
-        raise invalid(
-            "stream_options.continuous_usage_stats without include_usage: set include_usage to true",
-            "stream_options.continuous_usage_stats",
-        )
     if body.truncation_side is not None and body.truncate_prompt_tokens is None:
         raise invalid(
             "truncation_side without truncate_prompt_tokens: say how many tokens to keep, or -1", "truncation_side"
@@ -191,10 +185,14 @@ def truncated(served: Served, body: protocol.Sampled, tokens: list[int], answer:
     return [*first, *tokens[len(tokens) - keep + len(first) :]]
 
 
-def _token(param: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or len(text) > 12:
-        raise invalid(f"{param}: {text[:100]!r} is no token: expected a whole number", param)
-    return int(text)
+def _tokens(param: str, given: dict[str, float]) -> dict[int, float]:
+    """``given`` by tokens' numbers. Raises ApiError with the first keys that are none."""
+    wrong = [text for text in given if not (text.isascii() and text.isdigit()) or len(text) > 12]
+    if wrong:
+        named = ", ".join(repr(text[:100]) for text in wrong[:4]) + (", ..." if len(wrong) > 4 else "")
+        are = "is no token: expected a whole number" if len(wrong) == 1 else "are no tokens: expected whole numbers"
+        raise invalid(f"{param}: {named} {are}", param)
+    return {int(text): value for text, value in given.items()}
 
 
 def guide(served: Served, body: protocol.Sampled) -> Guide | None:

@@ -21,6 +21,7 @@ PARTS = [part for share in SHARES for part in share]
 OTHERS = {"test", "lint", "check", "smoke-oldest", "nightly-share", "nightly-environments", "test-environment"}
 OTHERS |= {"help", "install", "demo", "serve", "bench", "gpu", "gpu-kernels", "hub-kernel", "codegen", "front", "wheel"}
 OTHERS |= {"clean", "emulate-faults", "smollm2"}
+OTHERS |= {"test-vllm-tests"}  # wants the sources of vLLM
 # Targets that stand for others.
 GROUPS = {"test-all": "test-nightly", "test-hosts": "test-vllm"}
 

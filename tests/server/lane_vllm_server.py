@@ -1,8 +1,8 @@
 """The lane of vLLM's own server: the same HTTP requests to it and to `shardfuse serve`, over the same folder on a CPU.
 
-Run by ``make test-vllm-server``, which names the Python of an environment that has vLLM. It writes
-docs/server_vs_vllm.md, a row for each case. A difference without a reason in :data:`WHY` fails, and so does a reason
-without a difference; greedy texts have no reason to differ.
+Run by ``make test-vllm-server``, which names the Python of an environment that has vLLM. It writes vllm_server.json, a
+row for each case, of which docs/server_vs_vllm.md is made. A difference without a reason in :data:`WHY` fails, and so
+does a reason without a difference; greedy texts have no reason to differ.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from typing import Any
 import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import vllm_page
 from http_load import serving
 
 HOST = "127.0.0.1"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ANSWER_S = 120.0
 _HALF = "\ufffd"  # a part of a character
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "server_vs_vllm.md"
 START_S = 240.0
 NEAR = 2e-3  # between log-probabilities of two engines in fp32
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "num_kv_heads": 2}
@@ -399,7 +398,7 @@ def main() -> int:
 
     chosen = [case for case in CASES if options.only in case.name]
     wrong: list[str] = []
-    rows: list[str] = []
+    rows: list[dict[str, str]] = []
     seen: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="shardfuse-") as place:
         folder = save_tiny_hf(Path(place) / "m", dtype=torch.float32, max_positions=LENGTH, **SIZES)
@@ -419,7 +418,8 @@ def main() -> int:
                     wrong.append(f"{case.name}: nothing differs, and there is a reason: {why}")
                 if case.greedy and "text" in found and ours.status == 200 and case.name not in OTHER_TEXTS:
                     wrong.append(f"{case.name}: greedy texts differ: {ours.texts} and {its.texts}")
-                rows.append(f"| {case.name} | {ours} | {its} | {'; '.join(found) or 'same'} | {why} |")
+                row = {"case": case.name, "ours": str(ours), "theirs": str(its)}
+                rows.append({**row, "differs": "; ".join(found) or "same", "why": why})
                 print(f"{case.name:45} {'; '.join(found) or 'same'}", flush=True)
     if not options.only:
         wrong += [f"{key}: no case differs in it" for key in sorted(EVERYWHERE.keys() - seen)]
@@ -427,30 +427,8 @@ def main() -> int:
         print("\n" + "\n".join(wrong))
         return 1
     if not options.only:
-        PAGE.write_text(page(version, rows))
+        vllm_page.write_requests(version, NEAR, EVERYWHERE, rows)
     return 0
-
-
-def page(version: str, rows: list[str]) -> str:
-    same = sum("| same |" in row for row in rows)
-    fields = "\n".join(f"- `{key}`: {why}" for key, why in EVERYWHERE.items())
-    table = "\n".join(rows)
-    return f"""# The server beside vLLM's
-
-Made by `make test-vllm-server`, which sends the same requests to `shardfuse serve` and to the server of vLLM {version}
-over the same small random model in fp32 on a CPU: {same} of {len(rows)} answers are the same. Of an answer the status,
-greedy texts, reasons of ends, usage, log-probabilities (to {NEAR:g}) and the names of fields that are not null are
-compared; of an error only the status. Types of errors differ: here they are OpenAI's, there names of Python's classes.
-Where an answer ends within a character, its bytes are U+FFFD here, and vLLM leaves them out: no difference either.
-
-Fields that differ everywhere, and count as no difference below:
-
-{fields}
-
-| case | shardfuse | vLLM | differs | why |
-| --- | --- | --- | --- | --- |
-{table}
-"""
 
 
 if __name__ == "__main__":

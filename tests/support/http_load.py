@@ -29,11 +29,11 @@ NEW = 24  # tokens of a whole answer
 
 
 class Process:
-    """``shardfuse serve`` with some arguments; ``url`` once it takes requests."""
+    """``shardfuse serve`` with some arguments, run by ``python``; ``url`` once it takes requests."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, python: str = sys.executable) -> None:
         self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed with the process
-        command = [sys.executable, "-m", "shardfuse", "serve", *arguments]
+        command = [python, "-m", "shardfuse", "serve", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.popen = subprocess.Popen(command, stderr=self.log, stdout=subprocess.DEVNULL, env=environment)
         self.url = ""
@@ -77,9 +77,9 @@ class Process:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[Process]:
+def serving(*arguments: str, python: str = sys.executable) -> Iterator[Process]:
     """A server on a free port, unless the arguments name one; in the end it is gone."""
-    process = Process(*arguments, *([] if "--port" in arguments else ["--port", "0"]))
+    process = Process(*arguments, *([] if "--port" in arguments else ["--port", "0"]), python=python)
     try:
         process.started()
         seen = sockets.listening(process.popen.pid)

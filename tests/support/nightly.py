@@ -93,7 +93,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
     (Part("make test-newest JOBS='ranks-2 rest-2'", 480),),
     (
         Part("make codegen-all TARGETS='sm_100'", 450),
-        Part("make test-server", 10),
+        Part("make test-server", 30),
     ),
     (
         Part("make test-portable ARGS='--run 3 --half 2'", 290),
