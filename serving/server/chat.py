@@ -135,8 +135,8 @@ async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller)
     translate.check(body)
     tools, forced = _choice_of(body)
     guide = translate.guide(served, body)
-    if forced is not None and guide is not None:
-        raise invalid("a tool has to be called, and response_format asks for another answer", "response_format")
+    if forced is not None and body.structured_outputs is not None:
+        raise invalid("a tool has to be called, and structured_outputs asks for another answer", "structured_outputs")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs without logprobs: set logprobs to true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):

@@ -302,7 +302,7 @@ def test_calls_and_results_come_back_to_the_model(roomy: Server) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "tide"}}}, "there is no tool 'tide'"),
         ({"tools": None}, "without tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "two have the same name"),
-        ({"response_format": {"type": "json_object"}}, "response_format asks for another answer"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs asks for another answer"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template is the server's own"),
     ],
     ids=["unknown", "none", "twice", "both", "template"],
@@ -311,6 +311,14 @@ def test_what_cannot_be_is_refused(roomy: Server, more: dict[str, Any], message:
     answer = roomy.post(CHAT, {**ASK, **more})
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
+
+
+def test_a_format_of_the_text_has_no_effect_on_a_forced_call(roomy: Server) -> None:
+    plain, formatted = (
+        roomy.post(CHAT, {**ASK, "temperature": 0, **more}).json()["choices"][0]["message"]["tool_calls"][0]["function"]
+        for more in ({}, {"response_format": {"type": "json_object"}})
+    )
+    assert formatted == plain
 
 
 def test_a_template_without_tools_refuses_them(roomy: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,9 +229,4 @@ REASONS: tuple[Reason, ...] = (
             "test_completion_with_function_calling.py::test_named_tool_use",
         ),
     ),
-    Reason(
-        FAILED,
-        "a response_format beside a forced call is refused; vLLM leaves it out, as no text is written",
-        ("test_chat_completions.py::test_response_format_with_tool_choice_required*",),
-    ),
 )

@@ -18,7 +18,7 @@ from vllm_models import MODELS, folder_of
 
 PATIENCE_S = 120  # for an answer of the server
 # vLLM's options that the server has as well.
-KEPT = ("--chat-template", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")
+KEPT = ("--chat-template", "--max-logprobs", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")
 # Those on which no answer depends, with the number of their values: the lane's models are in fp32, without code.
 WITHOUT_EFFECT = {
     "--config-format": 1,
@@ -46,7 +46,6 @@ MISSING = {
     "--enable-tokenizer-info-endpoint": 0,
     "--lora-modules": 1,
     "--max-cpu-loras": 1,
-    "--max-logprobs": 1,
     "--max-lora-rank": 1,
     "--reasoning-config": 1,
     "--reasoning-parser": 1,
