@@ -109,7 +109,7 @@ def _object(arguments: str) -> Any:
         return arguments
 
 
-def _choice_of(body: protocol.ChatRequest) -> tuple[list[protocol.Tool], Guide | None]:
+def _choice_of(served: Served, body: protocol.ChatRequest) -> tuple[list[protocol.Tool], Guide | None]:
     """The tools that the model may call, and the guide that forces a call if one is required."""
     tools, choice = body.tools or [], body.tool_choice
     if choice == "none":
@@ -127,13 +127,15 @@ def _choice_of(body: protocol.ChatRequest) -> tuple[list[protocol.Tool], Guide |
     if choice is None or choice == "auto":
         return tools, None
     most = 1 if body.parallel_tool_calls is False or isinstance(choice, protocol.NamedTool) else _MOST_CALLS
-    return tools, Guide.grammar(grammar([(each.function.name, each.function.parameters) for each in tools], most))
+    added = {text: token for text, token in served.tokenizer.get_added_vocab().items() if token < served.vocab_size}
+    named = [(each.function.name, each.function.parameters) for each in tools]
+    return tools, Guide.grammar(grammar(named, most, added))
 
 
 async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller) -> tuple[Request, bool]:
     """The requests for the engine, and whether tools may be called. Raises ApiError."""
     translate.check(body)
-    tools, forced = _choice_of(body)
+    tools, forced = _choice_of(served, body)
     guide = translate.guide(served, body)
     if forced is not None and body.structured_outputs is not None:
         raise invalid("a tool has to be called, and structured_outputs asks for another answer", "structured_outputs")

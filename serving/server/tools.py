@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,12 +157,18 @@ def _overlap(text: str, start: int, mark: str) -> int:
     return next((size for size in range(most, 0, -1) if mark.startswith(text[-size:])), 0)
 
 
-def grammar(tools: Sequence[tuple[str, dict[str, Any] | None]], most: int) -> str:
-    """llguidance's grammar of 1 to ``most`` calls of ``tools``, each a name and the schema of its arguments."""
+def grammar(
+    tools: Sequence[tuple[str, dict[str, Any] | None]], most: int, added: Mapping[str, int] | None = None
+) -> str:
+    """llguidance's grammar of 1 to ``most`` calls of ``tools``, each a name and the schema of its arguments.
+
+    ``added`` are the tokenizer's added tokens: a mark that is one is written as that token, and not spelled.
+    """
+    begin, end = (f"<[{added[mark]}]>" if added and mark in added else json.dumps(mark) for mark in (BEGIN, END))
     rules, names = [], []
     for number, (name, schema) in enumerate(tools):
-        head = json.dumps(f'{BEGIN}\n{{"name": "{name}", "arguments": ')
-        tail = json.dumps(f"}}\n{END}")
+        head = f"{begin} " + json.dumps(f'\n{{"name": "{name}", "arguments": ')
+        tail = json.dumps("}\n") + f" {end}"
         value = json.dumps({**(schema or {}), "type": "object", "x-guidance": {"whitespace_flexible": False}})
         rules.append(f"call_{number}: {head} arguments_{number} {tail}\narguments_{number}: %json {value}")
         names.append(f"call_{number}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed (pip install .[serve])")
 
+import server_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_tools import NaiveToolParser
 from server_case import Server, events, serve, tokenizer
+from tokenizers import AddedToken
 
 from shardfuse.serving.guide import Guide
 from shardfuse.serving.guiding import Guides
@@ -282,6 +285,19 @@ def _streamed(server: Server, body: dict[str, Any]) -> list[tuple[str, str]]:
                 calls[-1] = (calls[-1][0], calls[-1][1] + each["function"]["arguments"])
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     return calls
+
+
+def test_marks_that_are_added_tokens_are_written_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the tokenizers of Qwen and Hermes; a guide may not spell such a token's text."""
+    added = copy.deepcopy(tokenizer())
+    added.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in (BEGIN, END)])
+    monkeypatch.setattr(server_case, "tokenizer", lambda: added)
+    with serve(sizes={"max_positions": 2048, "vocab_size": len(added)}, engine={"num_blocks": 512}) as server:
+        made = server.post(CHAT, {**ASK, **NAMED, "return_token_ids": True}).json()["choices"][0]
+        (call,) = made["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["zone"] in ("a", "b")
+        marks = [added.convert_tokens_to_ids(mark) for mark in (BEGIN, END)]
+        assert (made["token_ids"][0], made["token_ids"][-1]) == tuple(marks)
 
 
 def test_calls_and_results_come_back_to_the_model(roomy: Server) -> None:

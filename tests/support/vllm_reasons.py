@@ -219,14 +219,4 @@ REASONS: tuple[Reason, ...] = (
         ("test_chat.py::test_structured_outputs_choice_chat",),
         drawn=True,
     ),
-    # --- failed
-    Reason(
-        FAILED,
-        "a forced call cannot be written where a call's marks are added tokens: the guide refuses them, which is a 500",
-        (
-            "test_completion_with_function_calling.py::test_function_tool_use[*-False-*",
-            "test_completion_with_function_calling.py::test_max_tokens_with_tool_choice_required*",
-            "test_completion_with_function_calling.py::test_named_tool_use",
-        ),
-    ),
 )
