@@ -130,7 +130,11 @@ REASONS: tuple[Reason, ...] = (
     Reason(
         REFUSED,
         "as in OpenAI's streams, a chat's last chunk has the reason of its end and no text",
-        ("test_chat.py::test_chat_streaming[HuggingFaceH4/zephyr-7b-beta]",),
+        (
+            "test_chat.py::test_chat_streaming[HuggingFaceH4/zephyr-7b-beta]",
+            "test_chat.py::test_chat_completion_stream_options[HuggingFaceH4/zephyr-7b-beta]",
+            "test_chunked_prompt.py::test_chat_completion_stream_options_and_logprobs_with_long_prompts",
+        ),
     ),
     Reason(
         REFUSED,
@@ -215,8 +219,19 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         NOT_APPLICABLE,
+        "needs a trained model: asserts that a token of the prompt is the likeliest one",
+        ("test_chat.py::test_more_than_one_prompt_logprobs_chat[HuggingFaceH4/zephyr-7b-beta]",),
+    ),
+    Reason(
+        NOT_APPLICABLE,
         "needs a trained model: asserts that it does not draw the same answer twice",
         ("test_chat.py::test_structured_outputs_choice_chat",),
+        drawn=True,
+    ),
+    Reason(
+        NOT_APPLICABLE,
+        "needs a trained model: asserts that its call ends within the limit",
+        ("test_chat_completions.py::test_response_format_with_tool_choice_required*",),
         drawn=True,
     ),
 )
