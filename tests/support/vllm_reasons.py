@@ -109,7 +109,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         REFUSED,
-        "texts are not watermarked: the server of these tests has the option `--watermark-config`",
+        "texts are not watermarked, as vLLM's server in these tests does",
         ("test_completion_with_function_calling.py::test_function_tool_use[watermarked-True-*",),
     ),
     Reason(
@@ -148,7 +148,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         REFUSED,
-        "no `--root-path`: a proxy that serves several paths takes its prefix away",
+        "no option for a root path: a proxy that serves several paths takes its prefix away",
         ("test_root_path.py::test_chat_session_root_path_with_api_key[test_case3]",),
     ),
     Reason(
@@ -168,7 +168,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         REFUSED,
-        "the server needs the folder's tokenizer: no `--skip-tokenizer-init`",
+        "the server needs the folder's tokenizer, and has no mode without one",
         ("test_token_in_token_out.py::*",),
     ),
     Reason(
