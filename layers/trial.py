@@ -15,9 +15,11 @@ _LARGEST = 1 << 20  # elements; larger buffers hold tables or weights, of which 
 @contextlib.contextmanager
 def trial(*models: object) -> Iterator[None]:
     """After the block, the buffers of those ``models`` that are modules hold what they held before, such as counters
-    and running statistics that a forward updates, and so do the random states.
+    and running statistics that a forward adds to, and so do the random states.
 
-    The values of buffers of more than 2^20 elements are not looked at, nor are attributes that are no buffers.
+    A buffer that a forward replaced stays so, since plain attributes say what it holds, as in growing tables of
+    positions; but a fake tensor does not stay. The values of buffers of more than 2^20 elements, or not of torch's
+    plain dense kind, are not looked at.
     """
     modules = [each for model in models if isinstance(model, nn.Module) for each in model.modules()]
     held = [
@@ -30,17 +32,26 @@ def trial(*models: object) -> Iterator[None]:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for module, name, buffer, values in held:
-                    module._buffers[name] = buffer
-                    if values is not None and not _same_bits(buffer, values):
-                        buffer.copy_(values)
+            for module, name, buffer, values in held:
+                now = module._buffers.get(name)
+                if isinstance(now, FakeTensor):
+                    module._buffers[name] = now = buffer
+                if now is buffer and values is not None:
+                    _restore(buffer, values)
 
 
 def _copied(buffer: torch.Tensor) -> torch.Tensor | None:
-    if buffer.is_meta or isinstance(buffer, FakeTensor) or buffer.numel() > _LARGEST:
+    plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_quantized
+    if not plain or buffer.is_meta or buffer.is_conj() or buffer.is_inference() or buffer.numel() > _LARGEST:
         return None
-    return buffer.detach().clone()
+    expanded = any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride()))
+    return None if expanded else buffer.detach().clone()
+
+
+@torch.no_grad()
+def _restore(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    if (buffer.shape, buffer.dtype) == (values.shape, values.dtype) and not _same_bits(buffer, values):
+        buffer.copy_(values)
 
 
 def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:

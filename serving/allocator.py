@@ -140,8 +140,8 @@ class BlockAllocator:
         self._tokens.pop(sequence, None)
 
     def distrust(self, sequence: int) -> None:
-        """Let no later sequence share the blocks of ``sequence``."""
-        for block in self._tables[sequence]:
+        """Let no later sequence share the blocks of ``sequence``; it may have none."""
+        for block in self._tables.get(sequence, ()):
             self._prefixes.forget(block)
 
     def forget(self) -> None:

@@ -436,7 +436,8 @@ class Engine:
                     sampled = self._compute(chunks)
             except (RanksLost, CollectiveError) as error:
                 return self._lose(error)
-            self._count(chunks, sum(map(len, sampled)), time.perf_counter() - began)
+            tokens = sum([not isinstance(new.what, Exception) for news in sampled for new in news])
+            self._count(chunks, tokens, time.perf_counter() - began)
             generated = self._advance(chunks, sampled)
         self._clock += 1
         if not self._live:

@@ -67,7 +67,7 @@ class _Recorder(TorchDispatchMode):
         self._storages: set[int] = set()  # of the tensors that the step makes or is given
         for each in given:
             self._name(each)
-            self._storages.add(_storage(each))
+            self.made(each)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -79,6 +79,10 @@ class _Recorder(TorchDispatchMode):
             self.why_not = f"{func.name()} writes to a tensor that outlives the step"
         self.note(func, args, kwargs or {}, out)
         return out
+
+    def made(self, out: Any) -> None:
+        """Let later ops write to ``out``, which ends with the step."""
+        self._storages |= {_storage(each) for each in _tensors(out)}
 
     def note(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.calls.append(_Call(run, self.named(args), self.named(kwargs), self._name(out)))
@@ -118,6 +122,7 @@ class _NotedBatch(PagedBatch):
     def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with _disable_current_modes():
             out = super().attend(*args, **kwargs)
+        self.recorder.made(out)
         self.recorder.note(PagedBatch.attend, args, kwargs, out)
         return out
 

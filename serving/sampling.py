@@ -100,10 +100,9 @@ def _wrong(own: torch.Tensor, sequence: SequenceState) -> Exception:
         return _not_finite(sequence)
     where, params = f"after {sequence.generated} tokens of the answer", sequence.request.sampling
     if params.excludes:
-        return NoTokenLeft(
-            f"{where}, min_tokens={params.min_tokens}, bad_words and the request's other options exclude every token: "
-            "lower min_tokens, or exclude fewer tokens"
-        )
+        named = [f"min_tokens={params.min_tokens}"] if params.min_tokens else []
+        named += ["bad_words"] if params.bad_words else []
+        return NoTokenLeft(f"{where}, {' and '.join(named)} and what else excludes tokens leave none: exclude fewer")
     if sequence.guide is None:
         return NoTokenLeft(f"{where}, none of allowed_tokens has a finite logit: allow more tokens")
     none = f"guide: {where}, none of the tokens that it allows "

@@ -148,7 +148,7 @@ class Scheduler:
         self.clients.remove(sequence)
 
     def distrust(self, sequence: SequenceState) -> None:
-        """Let no later sequence share what a running one has computed, before :meth:`remove`."""
+        """Let no later sequence share what this one has computed, before :meth:`remove`."""
         self.allocator.distrust(sequence.id)
 
     def schedule(self) -> list[Chunk]:

@@ -28,7 +28,7 @@ from .scores import (
 from .served import TOLD, Caller, Served, Usage
 
 USUAL_TOKENS = 16  # of an answer, by OpenAI's API
-_LESS = "stream it, or ask for less of n, max_tokens, logprobs or prompt_logprobs"
+_LESS = "ask for less of n, max_tokens, logprobs or prompt_logprobs, or stream it without the latter"
 
 
 @dataclass

@@ -26,6 +26,7 @@ _SAME = (
 )
 _NAMES = {"messages": "input", "response_format": "text.format"}  # of parameters in the errors of a chat
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of the few that OpenAI's clients know, by status
+_OURS = ("answer_too_large",)  # codes of errors with status 400 that no other prompt would avoid
 _LESS = "ask for less of max_output_tokens or top_logprobs"
 _PLACE = {"output_index": 0, "content_index": 0}
 
@@ -164,7 +165,8 @@ class _Growing:
     def failed(self, error: ApiError) -> list[Piece]:
         """The event that ends a stream with ``error``."""
         detail = error.body["error"]
-        told = {**detail, "code": _CODES.get(error.status_code, "server_error")}
+        ours = detail["code"] in _OURS
+        told = {**detail, "code": "server_error" if ours else _CODES.get(error.status_code, "server_error")}
         return self._event("failed", "response", self._response("failed", error=told))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,17 +20,21 @@ from shardfuse.testing import tiny_model
 
 
 class Counter(nn.Module):
-    """Passes its input on, and keeps what running statistics keep."""
+    """Passes its input on, and keeps what running statistics and growing tables keep."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("largest", torch.tensor(float("nan")))
+        self.register_buffer("table", torch.zeros(1))
+        self.length = 1  # of the table
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch.rand(1)
         self.calls += 1
-        self.largest = x.detach().abs().max()  # another tensor
+        self.largest.copy_(x.detach().abs().max())
+        if self.length < len(x):
+            self.length, self.table = len(x), torch.zeros(len(x))
         return x
 
 
@@ -51,6 +56,30 @@ def test_buffers_and_random_states_are_put_back() -> None:
     assert calls == 0
     assert largest.isnan()
     assert torch.equal(torch.get_rng_state(), state)
+    assert len(counter.table) == counter.length == 2  # which belong together
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.ones(3, dtype=torch.complex64).conj(),
+        lambda: torch.ones(1).expand(4),
+        lambda: torch.ones(0),
+        lambda: torch.ones(2, 3, dtype=torch.bool).t(),
+    ],
+    ids=["quantised", "coo", "csr", "conjugate", "expanded", "empty", "transposed"],
+)
+def test_buffers_of_any_kind_pass(made: Callable[[], torch.Tensor]) -> None:
+    model, buffer = nn.Module(), made()
+    model.register_buffer("held", buffer)
+    with trial(model):
+        pass
+    assert model.held is buffer
 
 
 def test_large_buffers_are_left_alone() -> None:
@@ -100,7 +129,8 @@ def test_explain_leaves_no_trace() -> None:
     largest = model.counter.largest
     explain(fuse(model), torch.tensor([[1, 2, 3]]))
     assert model.counter.calls == 0
-    assert model.counter.largest is largest  # and no fake tensor
+    assert model.counter.largest is largest
+    assert type(model.counter.table) is torch.Tensor  # and no fake tensor
 
 
 def test_cutting_a_model_into_stages_leaves_no_trace() -> None:

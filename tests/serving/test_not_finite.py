@@ -187,6 +187,24 @@ def test_every_answer_of_a_request_is_told() -> None:
     assert not engine.busy
 
 
+@pytest.mark.parametrize("sizes", [{"max_num_seqs": 2}, {"num_blocks": 3}], ids=["seats", "blocks"])
+def test_answers_that_wait_for_room_are_told_as_well(sizes: dict[str, int]) -> None:
+    """Of several answers to a prompt, those without a seat or a block own nothing yet; another request goes on."""
+    engine = Engine(_breaking(lambda token, position: position == 6), **{**SIZES, **sizes})
+    other = Request([1, 2], max_new_tokens=4)
+    engine.add(other)
+    engine.add(Request([1, 2, 3, 4, 5, 6, 7], max_new_tokens=4, n=5))
+    events = list(engine.run())
+    assert [event.token for event in events if event.request == 0] == solo_tokens(exact("gated"), other)
+    assert [(event.index, type(event.error)) for event in events if event.request == 1] == [
+        (index, LogitsNotFinite) for index in range(5)
+    ]
+    assert engine.stats.not_finite == 5
+    assert engine.stats.generated_tokens == 4
+    assert not engine.busy
+    assert engine._allocator.used_blocks == 0
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 

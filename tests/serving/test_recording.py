@@ -177,6 +177,16 @@ def _counting() -> Any:
     return model
 
 
+def test_writes_to_what_attention_returned_are_replayed() -> None:
+    model = copy.deepcopy(tiny_model(dtype=torch.float32, vocab_size=32))
+    attention = model.model.layers[0].self_attn
+    attention.o_proj.register_forward_pre_hook(lambda module, args: (args[0].mul_(0.5), *args[1:]))
+    engine = Engine(model, num_blocks=32, block_size=4)
+    expected = _events(Engine(model, num_blocks=32, block_size=4, enforce_eager=True), _requests())
+    assert _events(engine, _requests()) == expected
+    assert _recordings(engine).replayed >= 10
+
+
 def test_a_model_that_writes_to_its_own_tensor_runs_once_a_step() -> None:
     model = _counting()
     engine = Engine(model, num_blocks=32, block_size=4)
