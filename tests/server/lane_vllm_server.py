@@ -111,6 +111,21 @@ CASES = (
     _text("priority=0", priority=0),
     _text("user", user="someone"),
     _text("cache_salt", cache_salt="salt"),
+    _text("prompt_logprobs", prompt_logprobs=2),
+    _text("prompt_logprobs=0, echo with logprobs", prompt_logprobs=0, echo=True, logprobs=2),
+    _text("return_token_ids", return_token_ids=True),
+    _text("truncate_prompt_tokens", truncate_prompt_tokens=5),
+    _text("truncate_prompt_tokens, right", truncate_prompt_tokens=5, truncation_side="right"),
+    _text("min_tokens with a stop string", stop="2", min_tokens=8),
+    _text("min_tokens with a stop token", stop_token_ids=[50], min_tokens=8),
+    _text("bad_words", bad_words=["2", "ab"]),
+    _text("stream with echo and logprobs", stream=True, echo=True, logprobs=2),
+    _text(
+        "stream with continuous usage",
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    ),
+    _text("stream with return_token_ids", stream=True, return_token_ids=True),
     _text("structured_outputs: choice", structured_outputs={"choice": ["yes", "no"]}),
     _text("structured_outputs: regex", structured_outputs={"regex": "[ab]{4}"}, max_tokens=8),
     _text("structured_outputs: json", structured_outputs={"json": SCHEMA}, max_tokens=30),
@@ -127,6 +142,9 @@ CASES = (
     _chat("n=2, greedy", n=2),
     _chat("logprobs", logprobs=True, top_logprobs=2),
     _chat("stop", stop=["2"]),
+    _chat("prompt_logprobs", prompt_logprobs=1),
+    _chat("return_token_ids", return_token_ids=True),
+    _chat("min_tokens, bad_words", min_tokens=4, bad_words=["a"]),
     _chat("stream with usage", **USAGE),
     _chat("stream with logprobs", stream=True, logprobs=True, top_logprobs=1),
     _chat("stream, n=2", stream=True, n=2),
@@ -226,6 +244,17 @@ class Shape:
     done: bool = True
     keys: frozenset[str] = frozenset()
     rest: Any = None
+    ranks: list[Any] = field(default_factory=list)  # of a prompt's tokens, with their numbers, and ids of tokens
+    prompt_scores: list[float | None] = field(default_factory=list)
+
+    def take_prompt(self, part: Any) -> None:
+        """Take the scores, ranks and ids that vLLM's own fields have."""
+        for entry in part.get("prompt_logprobs") or []:
+            for token, score in sorted((entry or {}).items()):
+                self.prompt_scores.append(score["logprob"])
+                self.ranks.append((token, score["rank"], score["decoded_token"].replace(_HALF, "")))
+        for name in ("prompt_token_ids", "token_ids"):
+            self.ranks += part.get(name) or []
 
     def __str__(self) -> str:
         parts = [str(self.status)]
@@ -254,6 +283,7 @@ def shape(answer: httpx.Response) -> Shape:
     for part in parts:
         if not isinstance(part, dict):
             continue
+        found.take_prompt(part)
         if part.get("usage"):
             found.usage = part["usage"]["prompt_tokens"], part["usage"]["completion_tokens"]
         for choice in part.get("choices", []):
@@ -275,6 +305,7 @@ def shape(answer: httpx.Response) -> Shape:
                 )
             scores = piece.get("logprobs") or {}
             found.scores += scores.get("token_logprobs") or [each["logprob"] for each in scores.get("content") or []]
+            found.take_prompt(piece)
         found.texts.append(text.rstrip(_HALF))
         found.calls += [calls[each] for each in sorted(calls)]
         found.finishes += [piece["finish_reason"] for piece in pieces if piece.get("finish_reason")]
@@ -313,6 +344,11 @@ def differences(case: Case, ours: Shape, theirs: Shape, seen: set[str]) -> list[
         found.append("logprobs")
     if ours.rest != theirs.rest:
         found.append("content")
+    if {"prompt_logprobs", "return_token_ids"} & set(case.body or ()):  # vLLM gives them with an echo as well
+        if ours.ranks != theirs.ranks:
+            found.append("ranks or ids")
+        if not _close(ours.prompt_scores, theirs.prompt_scores):
+            found.append("prompt_logprobs")
     for key in sorted(ours.keys ^ theirs.keys):
         if key in EVERYWHERE:
             seen.add(key)
