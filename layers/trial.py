@@ -50,12 +50,12 @@ def _copied(buffer: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def _restore(buffer: torch.Tensor, values: torch.Tensor) -> None:
-    if (buffer.shape, buffer.dtype) == (values.shape, values.dtype) and not _same_bits(buffer, values):
+    if (buffer.shape, buffer.dtype) == (values.shape, values.dtype) and not same_bits(buffer, values):
         buffer.copy_(values)
 
 
-def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Also where both are NaN."""
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two dense tensors of one dtype and as many elements hold the same bits, NaN among them."""
     return torch.equal(x.contiguous().view(-1).view(torch.uint8), y.contiguous().view(-1).view(torch.uint8))
 
 

@@ -33,7 +33,7 @@ from .outcome import New, draw, event_of
 from .ranks import RanksLost
 from .request import Finish, Request, SequenceState, TokenEvent
 from .runner import Runner
-from .sampling import LogitsNotFinite
+from .sampling import LogitsNotFinite, Sampled
 from .scheduler import Chunk, Scheduler
 from .stats import EngineLoad, EngineStats
 from .text import AnswerText, Tokenizer, decoder
@@ -436,7 +436,7 @@ class Engine:
                     sampled = self._compute(chunks)
             except (RanksLost, CollectiveError) as error:
                 return self._lose(error)
-            tokens = sum([not isinstance(new.what, Exception) for news in sampled for new in news])
+            tokens = sum([new.what.__class__ is Sampled for news in sampled for new in news])
             self._count(chunks, tokens, time.perf_counter() - began)
             generated = self._advance(chunks, sampled)
         self._clock += 1
@@ -593,7 +593,7 @@ class Engine:
                     self._scheduler.fork(lead, sequence)
             for sequence, new in news:
                 event = event_of(sequence, new)
-                if isinstance(event.error, LogitsNotFinite):  # its keys and values may be NaN
+                if event.error is not None and isinstance(event.error, LogitsNotFinite):  # its keys may be NaN
                     self._scheduler.distrust(sequence)
                     self.stats.not_finite += 1
                 if event.finish is not None:

@@ -36,8 +36,8 @@ def event_of(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:
         try:
             finish, text = sequence.accept(new.token)
             scores = cached = scheduled = None
-            if sequence.generated == 1:
-                scheduled = sequence.scheduled
+            if not sequence.begun:
+                sequence.begun, scheduled = True, sequence.scheduled
                 if not sequence.index:
                     cached = sequence.cached
                     scores = None if sequence.request.sampling.prompt_logprobs is None else sequence.prompt_scores

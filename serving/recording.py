@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..kernels.runtime import library, onednn
 from ..layers.attention.paged import PagedBatch
 from ..layers.attention.rope import Rope
+from ..layers.trial import same_bits
 
 _SEEN = 4  # occurrences of a number of tokens before its step is recorded
 _KEPT = 64  # recordings
@@ -237,7 +238,7 @@ class Recordings:
             found = [recording.replay(tokens, batch), *_stored(batch)]
         out = self._forward(tokens, batch)
         expected = [out, *_stored(batch)]
-        if len(found) == len(expected) and all(map(_same_bits, found, expected)):
+        if len(found) == len(expected) and all(map(same_bits, found, expected)):
             self._checked.add(len(tokens))
             return out
         self._off = True
@@ -257,10 +258,6 @@ def _stored(batch: PagedBatch) -> list[torch.Tensor]:
     """What the cache holds in the step's slots: of data [S, layers, K, H + Hv], of scales [S, layers, K]."""
     slots, size = batch.slot_mapping[batch.slot_mapping >= 0], batch.cache.block_size
     return [x[:, slots // size, :, slots % size] for x in batch.cache.by_block()]
-
-
-def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

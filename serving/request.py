@@ -300,6 +300,7 @@ class SequenceState:
     due: int = 0  # the number of its client's admissions at that point
     turn: float | None = None  # the virtual time for which its client was charged; -inf once it has run
     scheduled: float | None = None  # the time of its first admission, or of that of the answer it was forked from
+    begun: bool = False  # whether its first token was told
     cached: int = 0  # tokens of its prompt in the prefix cache at that time
     text: AnswerText | None = None  # if the engine has a tokenizer
     guide: GuideState | None = None  # if its request has one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -47,9 +48,9 @@ class EngineStats:
         return replace(self, step_sizes=list(self.step_sizes))
 
     def count_step(self, tokens: int) -> None:
-        """Count a step of at least one token, prefill's and generated ones together."""
+        """Count a step of so many tokens, prefill's and generated ones together."""
         self.steps += 1
-        self.step_sizes[min((tokens - 1).bit_length(), len(STEP_SIZES))] += 1
+        self.step_sizes[bisect_left(STEP_SIZES, tokens)] += 1
 
     @property
     def prefill_token_seconds(self) -> float:

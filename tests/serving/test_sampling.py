@@ -170,7 +170,7 @@ def test_every_row_is_what_the_definitions_say(params: list[dict[str, Any]], see
         if expected.logprob is not None:
             assert got.logprob == pytest.approx(expected.logprob)
             assert [token for token, _ in got.top_logprobs] == [token for token, _ in expected.top_logprobs]
-        assert _sampled(logits[row : row + 1], [state]) == [got]  # whoever is beside it
+        assert _sampled(logits[row : row + 1], [state]) == [got]  # whatever the other rows are
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -58,10 +58,11 @@ def _step(model: nn.Module, *, eager: bool) -> Callable[[], object]:
 
 def _first_tokens(tokens: torch.Tensor, best: torch.Tensor) -> list[float]:
     """Token 0 for each sequence, after the work for what the memory held."""
-    return [0.0 for _ in _to_host(tokens, best)]
+    _to_host(tokens, best)
+    return _FIRST[: tokens.shape[0]]
 
 
-_to_host = sampling._to_host
+_to_host, _FIRST = sampling._to_host, [0.0] * SEQUENCES
 
 
 def _capture(compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
