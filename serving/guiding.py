@@ -27,6 +27,7 @@ from ..kernels.runtime.checks import type_name
 from .guide import Guide, GuideBusy, GuideRefused
 from .guide_compiler import GuideCompiler, Trial
 from .guide_process import STACK, Refused, build, said
+from .guide_tokenizer import by_number, spelling
 
 _END = "<|shardfuse: the end of a guided answer|>"
 _KEPT = 256  # compiled guides without a request
@@ -143,6 +144,7 @@ class Guides:
         eos = getattr(tokenizer, "eos_token_id", None)
         self._eos = frozenset() if eos is None else frozenset([eos])
         self._tokenizer: Any = None
+        self._numbers: dict[str, int] = {}  # of added tokens that are no text
         self._compiler: GuideCompiler | None = None
         self._compiled: OrderedDict[Guide, _Compiled] = OrderedDict()  # the least recently used one first
         self._admitting = threading.Lock()
@@ -230,7 +232,7 @@ class Guides:
             self._compiler = GuideCompiler(self._first, weakref.WeakMethod(self._again))
         room = max(0, self.memory - self._in_use(compiled))
         done = functools.partial(self._tried, compiled)
-        compiled.trial = Trial(compiled.guide, room // _SHARE, room, self.memory // _SHARE, self.timeout_s, done)
+        compiled.trial = Trial(self._numbered(compiled.guide), room // _SHARE, room, self.memory // _SHARE, self.timeout_s, done)
         self._compiler.send(compiled.trial)
 
     def _again(self, trial: Trial) -> None:
@@ -266,7 +268,7 @@ class Guides:
 
     def _build(self, nbytes: int, compiled: _Compiled) -> None:
         """Compile a guide that took ``nbytes`` on trial."""
-        guide = compiled.guide
+        guide = self._numbered(compiled.guide)
         with self._admitting:
             if not compiled.users:
                 raise GuideBusy("guide: its request has ended")
@@ -283,8 +285,14 @@ class Guides:
         with contextlib.suppress(InvalidStateError):  # the engine was closed
             compiled.matcher.set_result(matcher)
 
+    def _numbered(self, guide: Guide) -> Guide:
+        """``guide`` with numbers in the place of tokens' names."""
+        return Guide.grammar(by_number(guide.source, self._numbers)) if guide.kind == "grammar" else guide
+
     def _read_tokenizer(self) -> None:
-        """Sets ``_tokenizer``, ``_first``, ``end`` and ``words``. Takes a second for a vocabulary of 100 000 tokens."""
+        """Sets ``_tokenizer``, ``_numbers``, ``_first``, ``end`` and ``words``. Takes a second for a vocabulary of
+        100 000 tokens.
+        """
         from llguidance import LLTokenizer
 
         copy = type(self._backend).from_str(self._backend.to_str())
@@ -294,7 +302,8 @@ class Guides:
         self.end = copy.token_to_id(_END)
         size = max(self.end + 1, self.vocab_size)
         self.words = -(-size // 32)
-        self._first = {"tokenizer": copy.to_str(), "n_vocab": size, "eos_token": self.end}
+        text, self._numbers = spelling(copy.to_str())
+        self._first = {"tokenizer": text, "n_vocab": size, "eos_token": self.end}
         try:
             self._tokenizer = LLTokenizer(self._first["tokenizer"], n_vocab=size, eos_token=self.end)
         except ValueError as error:
