@@ -36,7 +36,7 @@ from .runner import Runner
 from .sampling import LogitsNotFinite, Sampled
 from .scheduler import Chunk, Scheduler
 from .stats import EngineLoad, EngineStats
-from .text import AnswerText, Tokenizer, decoder
+from .text import AnswerText, Decoders, Tokenizer
 from .weight_check import check_weights
 
 KV_DTYPES = {CACHE_NAMES[dtype]: dtype for dtype in QUANTISED}
@@ -168,7 +168,7 @@ class Engine:
         self._leads = model.group.rank == 0
         self._lost: RanksLost | None = None
         self._paused = False
-        self._decode = None if tokenizer is None else decoder(tokenizer)
+        self._decoders = None if tokenizer is None else Decoders(tokenizer)
         memory = whole_number("Engine: guide_memory_mib", guide_memory_mib) << 20
         self._guides = Guides(tokenizer, config.vocab_size, guide_timeout_s, memory)
         self._admission = Admission(
@@ -376,10 +376,10 @@ class Engine:
 
     def _text(self, request: Request) -> AnswerText | None:
         """The decoder of an answer's tokens; None without a tokenizer."""
-        if self._decode is None:
+        if self._decoders is None:
             return None
-        least = request.sampling.min_tokens
-        return AnswerText(self._decode, request.stop_strings, request.include_stop_str_in_output, least)
+        decode, least = self._decoders.of(request.visible_tokens), request.sampling.min_tokens
+        return AnswerText(decode, request.stop_strings, request.include_stop_str_in_output, least)
 
     def _sequence_id(self) -> int:
         self._next_sequence += 1

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..layers.attention.paged import default_block_size
+from ..layers.hf.chat_template import ChatTemplate
 from ..layers.hf.config import GENERATION
 from ..layers.hf.folders import check_claims, load_hf, read_hf_config
 from ..layers.hf.pretrained import load_pretrained
@@ -192,7 +193,7 @@ def _tokenizer(options: FolderOptions) -> Any:
     check_claims(options.folder)  # transformers' tokenizers read the config as well
     tokenizer = load_tokenizer(options.folder)
     if options.chat_template is not None:
-        tokenizer.chat_template = options.chat_template.read_text()
+        ChatTemplate(tokenizer).replace(options.chat_template)
     return tokenizer
 
 

@@ -232,7 +232,9 @@ class Guides:
             self._compiler = GuideCompiler(self._first, weakref.WeakMethod(self._again))
         room = max(0, self.memory - self._in_use(compiled))
         done = functools.partial(self._tried, compiled)
-        compiled.trial = Trial(self._numbered(compiled.guide), room // _SHARE, room, self.memory // _SHARE, self.timeout_s, done)
+        compiled.trial = Trial(
+            self._numbered(compiled.guide), room // _SHARE, room, self.memory // _SHARE, self.timeout_s, done
+        )
         self._compiler.send(compiled.trial)
 
     def _again(self, trial: Trial) -> None:
@@ -303,7 +305,7 @@ class Guides:
         size = max(self.end + 1, self.vocab_size)
         self.words = -(-size // 32)
         text, self._numbers = spelling(copy.to_str())
-        self._first = {"tokenizer": text, "n_vocab": size, "eos_token": self.end}
+        self._first: dict[str, Any] = {"tokenizer": text, "n_vocab": size, "eos_token": self.end}
         try:
             self._tokenizer = LLTokenizer(self._first["tokenizer"], n_vocab=size, eos_token=self.end)
         except ValueError as error:

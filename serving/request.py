@@ -49,6 +49,7 @@ class Request:
             the token that completes the first of them.
         include_stop_str_in_output: whether the answer's text includes the stop string.
         n: the number of answers. They share the prompt's keys and values; answer i draws with ``sampling.seed + i``.
+        visible_tokens: special tokens whose text the answer has, such as those around a call of a tool.
         client: the client's name. Waiting clients get equal turns, and ``priority`` orders the requests of one client.
     """
 
@@ -64,11 +65,13 @@ class Request:
     include_stop_str_in_output: bool = False
     n: int = 1
     ignore_eos: bool = False
+    visible_tokens: Collection[int] = ()
     client: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _copied(self.prompt, tuple))
         object.__setattr__(self, "stop", token_set(self.stop))
+        object.__setattr__(self, "visible_tokens", token_set(self.visible_tokens))
         if isinstance(self.stop_strings, Collection) and not isinstance(self.stop_strings, (str, bytes)):
             texts = tuple(self.stop_strings)
             object.__setattr__(self, "stop_strings", tuple(dict.fromkeys(texts)) if _texts(texts) else texts)
@@ -82,6 +85,7 @@ class Request:
         """Raise ValueError for a field of the wrong type or out of range for any engine."""
         _check_tokens("prompt", self.prompt)
         _check_tokens("stop", self.stop)
+        _check_tokens("visible_tokens", self.visible_tokens)
         if not self.prompt:
             raise ValueError("prompt is empty: expected at least one token to continue from")
         if not 0 <= min(self.prompt) <= max(self.prompt) < vocab_size:

@@ -9,6 +9,7 @@ that form no character.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -28,21 +29,41 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int], /) -> str: ...
 
 
-def decoder(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
-    """A function from token ids to their text, without special tokens and without clean-up of spaces.
+class Decoders:
+    """Functions from token ids to their text, without clean-up of spaces, of one ``tokenizer``.
 
     Raises TypeError for an object without ``decode``.
     """
-    if not callable(getattr(tokenizer, "decode", None)):
-        raise TypeError(
-            f"Engine: tokenizer is a {type_name(tokenizer)}: expected a tokenizers.Tokenizer, a tokenizer of "
-            "transformers, or an object with decode(ids) -> str"
-        )
-    transformers: Any = sys.modules.get("transformers")
-    if transformers is not None and isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
-        plain: Any = tokenizer
-        return lambda ids: plain.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return tokenizer.decode
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if not callable(getattr(tokenizer, "decode", None)):
+            raise TypeError(
+                f"Engine: tokenizer is a {type_name(tokenizer)}: expected a tokenizers.Tokenizer, a tokenizer of "
+                "transformers, or an object with decode(ids) -> str"
+            )
+        self._tokenizer: Any = tokenizer
+        decode: Any = tokenizer.decode
+        transformers: Any = sys.modules.get("transformers")
+        own = transformers is not None and isinstance(tokenizer, transformers.PreTrainedTokenizerBase)
+        self._more = {"clean_up_tokenization_spaces": False} if own else {}
+        self._plain = functools.partial(decode, skip_special_tokens=True, **self._more) if own else decode
+
+    def of(self, visible: Collection[int] = ()) -> Callable[[list[int]], str]:
+        """The function that leaves out special tokens, but for ``visible`` ones."""
+        shown = self._special.intersection(visible) if visible else None
+        if not shown:
+            return self._plain
+        hidden = self._special - shown
+        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False, **self._more)
+        return lambda ids: decode([each for each in ids if each not in hidden])
+
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        """The tokens without text; none of a tokenizer that is neither of transformers nor of tokenizers."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", self._tokenizer)
+        if callable(added := getattr(backend, "get_added_tokens_decoder", None)):
+            return frozenset(token for token, each in added().items() if each.special)
+        return frozenset(getattr(self._tokenizer, "all_special_ids", ()))
 
 
 class TokenText:

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import json
 import time
-import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..guide import Guide
 from ..request import Request, TokenEvent
+from ..tools import Call, Tool, ToolParser
 from . import protocol, translate
 from .completions import Answer, Answers
 from .errors import invalid
 from .growing import JsonList, body_of, size_of, with_fields
 from .scores import check_prompt_bytes, finite, prompt_bytes, prompt_logprobs, written
 from .served import Caller, Served
-from .tools import Call, ToolParser, grammar
 from .weights import check_weight
 
 _MOST_CALLS = 8  # calls of a model that must call tools
+
+
+class Prompt(NamedTuple):
+    """A rendered chat: its ``tokens``, and the mark of the ``thought`` that it opens at its end, "" for none."""
+
+    tokens: list[int]
+    thought: str
+
+
+class Asked(NamedTuple):
+    """The ``request`` to the engine, and what makes a ``parser`` for each answer; None: no tool can be called."""
+
+    request: Request
+    parser: Callable[[], ToolParser] | None
 
 
 async def prompt_of(
@@ -37,8 +49,8 @@ async def prompt_of(
     special: bool = False,
     large: bool = False,
     most: int | None = None,
-) -> list[int]:
-    """The tokens of ``messages`` by the model's chat template; that of ``large`` ones runs beside the event loop.
+) -> Prompt:
+    """The prompt of ``messages`` by the model's chat template; that of ``large`` ones runs beside the event loop.
 
     ``begin_answer`` opens the answer's message, and ``continue_last`` leaves the last one open. ``special``: with the
     tokens that the tokenizer puts around a text. Raises ApiError if the template is missing or refuses, or for more
@@ -49,15 +61,14 @@ async def prompt_of(
             "continue_final_message and add_generation_prompt are both true: set add_generation_prompt to false",
             "continue_final_message",
         )
-    if not served.tokenizer.chat_template:
+    if not served.template:
         raise invalid(
             "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
             "messages",
         )
-    if tools and "tools" not in served.tokenizer.get_chat_template(tools=[{}]):
+    if tools and not served.template.names_tools:
         raise invalid("the model's chat template does not mention tools, so it would never see them", "tools")
-    own = inspect.signature(served.tokenizer.apply_chat_template).parameters  # such as the template itself
-    if clash := {"messages", *own} & set(more or {}):
+    if clash := served.template.own_arguments & set(more or {}):  # such as the template itself
         raise invalid(f"chat_template_kwargs: {min(clash)} is the server's own", "chat_template_kwargs")
     most = served.max_model_len if most is None else most
     served.check_characters(sum(map(_characters, messages)), most)
@@ -65,7 +76,8 @@ async def prompt_of(
     check_weight(served.most_memory, *(each.encode(errors="replace") for each in calls))
     chosen = {"add_generation_prompt": begin_answer, "continue_final_message": continue_last, **(more or {})}
     render = functools.partial(_rendered, served, messages, tools, chosen)
-    return await served.encode(await served.aside(render) if large else render(), special, most)
+    text = await served.aside(render) if large else render()
+    return Prompt(await served.encode(text, special, most), served.template.begun_thought(text))
 
 
 def _characters(message: protocol.Message) -> int:
@@ -80,14 +92,8 @@ def _rendered(
     chosen: dict[str, Any],
 ) -> str:
     try:
-        return str(
-            served.tokenizer.apply_chat_template(
-                [_plain(each) for each in messages],
-                tools=[each.model_dump(exclude_none=True) for each in tools] if tools else None,
-                tokenize=False,
-                **chosen,
-            )
-        )
+        shown = [each.model_dump(exclude_none=True) for each in tools] if tools else None
+        return served.template.render([_plain(each) for each in messages], shown, **chosen)
     except Exception as error:  # templates raise any error
         raise invalid(f"the model's chat template refuses these messages: {error}", "messages") from None
 
@@ -109,8 +115,8 @@ def _object(arguments: str) -> Any:
         return arguments
 
 
-def _choice_of(served: Served, body: protocol.ChatRequest) -> tuple[list[protocol.Tool], Guide | None]:
-    """The tools that the model may call, and the guide that forces a call if one is required."""
+def _choice_of(served: Served, body: protocol.ChatRequest) -> tuple[list[Tool], Guide | None]:
+    """The tools that the model may call, and the guide that forces a call if one is required. Raises ApiError."""
     tools, choice = body.tools or [], body.tool_choice
     if choice == "none":
         return [], None
@@ -124,16 +130,20 @@ def _choice_of(served: Served, body: protocol.ChatRequest) -> tuple[list[protoco
             raise invalid(f"tool_choice: there is no tool {choice.function.name!r}: tools has {known}", "tool_choice")
     elif choice is not None and not tools:
         raise invalid(f"tool_choice={choice!r} without tools: expected tools to choose from", "tool_choice")
+    callable_ = [Tool(each.function.name, each.function.parameters or {}) for each in tools]
     if choice is None or choice == "auto":
-        return tools, None
+        return callable_, None
     most = 1 if body.parallel_tool_calls is False or isinstance(choice, protocol.NamedTool) else _MOST_CALLS
-    added = {text: token for text, token in served.tokenizer.get_added_vocab().items() if token < served.vocab_size}
-    named = [(each.function.name, each.function.parameters) for each in tools]
-    return tools, Guide.grammar(grammar(named, most, added))
+    try:
+        return callable_, Guide.grammar(served.tools.grammar(callable_, most, served.added_tokens))
+    except NotImplementedError:
+        raise invalid(
+            "tool_choice: in this model's format calls cannot be forced: set it to 'auto'", "tool_choice"
+        ) from None
 
 
-async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller) -> tuple[Request, bool]:
-    """The requests for the engine, and whether tools may be called. Raises ApiError."""
+async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller) -> Asked:
+    """What the engine is asked. Raises ApiError."""
     translate.check(body)
     tools, forced = _choice_of(served, body)
     guide = translate.guide(served, body)
@@ -161,9 +171,11 @@ async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller)
         large=caller.large,
         most=most,
     )
-    prompt = translate.truncated(served, body, prompt, asked or 1, False)
-    check_prompt_bytes(served, prompt_bytes(len(prompt), None, scored), "prompt_logprobs")
-    return form.request(prompt, asked, None), bool(tools)
+    tokens = translate.truncated(served, body, prompt.tokens, asked or 1, False)
+    check_prompt_bytes(served, prompt_bytes(len(tokens), None, scored), "prompt_logprobs")
+    request = form.request(tokens, asked, None, visible=served.tool_marks if tools else ())
+    thought = prompt.thought if forced is None else ""  # a forced call is no thought, though the prompt begins one
+    return Asked(request, functools.partial(served.tools.parser, tools, thought) if tools else None)
 
 
 @dataclass
@@ -171,6 +183,7 @@ class _Message:
     """The progress of one choice."""
 
     parser: ToolParser | None
+    call_id: Callable[[], str]
     most_calls: int | None = None
     content: list[str] = field(default_factory=list)
     calls: list[tuple[Call, list[str]]] = field(default_factory=list)  # each with the pieces of its arguments
@@ -181,30 +194,45 @@ class _Message:
         """The new pieces of content and of calls."""
         if self.parser is None:
             return [event.text] if event.text else []
-        pieces = self.parser.push(event.text)
-        if event.finish is not None:
-            pieces += self.parser.flush()
+        pieces = [*self.parser.push(event.text), *(() if event.finish is None else self.parser.flush())]
         most = self.most_calls
         return [each for each in pieces if isinstance(each, str) or most is None or each.index < most]
 
     def finish(self, why: str | None) -> str | None:
-        """The finish reason in OpenAI's terms."""
-        return "tool_calls" if why == "stop" and self.parser is not None and self.parser.calls else why
+        """The finish reason in OpenAI's terms: ``why`` also of an answer that ends within a call's arguments."""
+        if why != "stop" or self.parser is None or not self.parser.calls:
+            return why
+        shown = self.most_calls is None or self.parser.calls <= self.most_calls
+        return why if self.parser.cut and shown else "tool_calls"
+
+    def begun(self, piece: Call) -> dict[str, Any]:
+        """A call whose first piece is ``piece``."""
+        function = {"name": piece.name, "arguments": piece.arguments}
+        return {"id": self.call_id(), "type": "function", "function": function}
+
+    def delta(self, piece: str | Call) -> dict[str, Any]:
+        """The change that a chunk of a stream tells."""
+        if isinstance(piece, str):
+            return {"content": piece}
+        if piece.name is not None:
+            return {"tool_calls": [{"index": piece.index, **self.begun(piece)}]}
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.arguments}}]}
 
 
-def _messages(body: protocol.ChatRequest, calls: bool, answers: Answers) -> list[_Message]:
+def _messages(served: Served, body: protocol.ChatRequest, asked: Asked, answers: Answers) -> list[_Message]:
     most = 1 if body.parallel_tool_calls is False else None
-    return [_Message(ToolParser() if calls else None, most) for _ in answers.all]
+    return [_Message(asked.parser and asked.parser(), served.tools.call_id, most) for _ in answers.all]
 
 
 async def complete(served: Served, body: protocol.ChatRequest, caller: Caller) -> list[bytes]:
     """The whole answer, in pieces of its JSON."""
-    request, calls = await request_of(served, body, caller)
+    asked = await request_of(served, body, caller)
+    request = asked.request
     ids = json.dumps(request.prompt).encode() if body.return_token_ids else b"null"
     more = {"prompt_token_ids": ids, "prompt_logprobs": b"null"}
     async with Answers(served, [request]) as answers:
         answers.keep(sum(map(len, more.values())))
-        found = _messages(body, calls, answers)
+        found = _messages(served, body, asked, answers)
         async for answer, event in answers:
             message = found[answer.index]
             if event.prompt_logprobs is not None:
@@ -234,7 +262,7 @@ def _choice(body: protocol.ChatRequest, answer: Answer, message: _Message) -> by
     content = "".join(message.content)
     said: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if message.calls:
-        calls = [_call(Call(call.index, call.name, "".join(pieces))) for call, pieces in message.calls]
+        calls = [message.begun(Call(call.index, call.name, "".join(pieces))) for call, pieces in message.calls]
         said |= {"content": content or None, "tool_calls": calls}
     choice = {
         "index": answer.index,
@@ -251,7 +279,8 @@ def _choice(body: protocol.ChatRequest, answer: Answer, message: _Message) -> by
 
 async def stream(served: Served, body: protocol.ChatRequest, caller: Caller) -> AsyncIterator[dict[str, Any] | None]:
     """The chunks of a stream. The first is None, sent once the request itself is known to be valid."""
-    request, calls = await request_of(served, body, caller)
+    asked = await request_of(served, body, caller)
+    request = asked.request
     head = _head(served, caller.name, "chat.completion.chunk")
     options = body.stream_options or protocol.StreamOptions()
     with_usage, continuous = options.include_usage, options.include_usage and options.continuous_usage_stats
@@ -282,14 +311,14 @@ async def stream(served: Served, body: protocol.ChatRequest, caller: Caller) -> 
 
     async with Answers(served, [request]) as answers:
         yield None
-        found = _messages(body, calls, answers)
+        found = _messages(served, body, asked, answers)
         for answer in answers.all:
             yield {**chunk(answer.index, {"role": "assistant", "content": ""}), **prompt}
         async for answer, event in answers:
             message = found[answer.index]
             more = of_token(event)
             for piece in message.take(event):
-                yield chunk(answer.index, _delta(piece), **more)
+                yield chunk(answer.index, message.delta(piece), **more)
                 more = {}
             if more:
                 yield chunk(answer.index, {}, **more)
@@ -297,22 +326,6 @@ async def stream(served: Served, body: protocol.ChatRequest, caller: Caller) -> 
                 yield chunk(answer.index, {}, message.finish(event.finish))
     if with_usage:
         yield {**head, "choices": [], "usage": answers.usage.json()}
-
-
-def _delta(piece: str | Call) -> dict[str, Any]:
-    if isinstance(piece, str):
-        return {"content": piece}
-    if piece.name is not None:
-        return {"tool_calls": [{"index": piece.index, **_call(piece)}]}
-    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.arguments}}]}
-
-
-def _call(piece: Call) -> dict[str, Any]:
-    return {
-        "id": f"call_{uuid.uuid4().hex}",
-        "type": "function",
-        "function": {"name": piece.name, "arguments": piece.arguments},
-    }
 
 
 def scores_of(served: Served, event: TokenEvent) -> list[dict[str, Any]]:

@@ -30,6 +30,8 @@ class ServerOptions:
             parsed; more is refused with 413.
         max_answer_bytes: of an answer that is not streamed, and of any of ``/v1/responses``.
         max_tokenized_tokens: tokens of one answer of ``/tokenize``, and of a text that is truncated.
+        tool_call_parser: the format in which the model writes calls of tools: one of shardfuse.serving.tools.FORMATS,
+            or an entry point's of the group ``shardfuse.tool_parsers``; "auto": that of the chat template.
         max_logprobs: the most log-probabilities for one token; -1: the whole vocabulary.
         max_connections: open at once; less where the process may not open as many files.
         max_connections_per_address: of these, from one address; None: three quarters of them.
@@ -49,6 +51,7 @@ class ServerOptions:
     max_body_memory_mib: int = 8
     max_answer_bytes: int = 64 * 1024 * 1024
     max_tokenized_tokens: int = 131_072
+    tool_call_parser: str = "auto"
     max_logprobs: int = 20
     max_connections: int = 4096
     max_connections_per_address: int | None = None

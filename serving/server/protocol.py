@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from ..request import MAX_ANSWERS
+from ..tools import LONGEST_NAME
 
 T = TypeVar("T")
 _MOST = 2**31  # of a number of tokens, or of a token; longer numbers are not written in errors, or not at all
@@ -175,7 +176,7 @@ class CompletionRequest(Sampled):
 
 
 class FunctionCall(Strict):
-    name: Name
+    name: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]  # a model may call what is no tool
     arguments: str
 
 

@@ -53,7 +53,7 @@ async def _request_of(served: Served, body: ResponseRequest, caller: Caller) -> 
         **{name: getattr(body, name) for name in _SAME},
     )
     try:
-        return (await chat.request_of(served, same, caller))[0]
+        return (await chat.request_of(served, same, caller)).request
     except ApiError as error:
         detail = error.body["error"]
         detail["param"] = _NAMES.get(detail["param"], detail["param"])

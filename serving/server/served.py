@@ -12,11 +12,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ...layers.hf.chat_template import THOUGHTS, ChatTemplate
 from ..aio import AsyncEngine, Submitted
 from ..engine import Engine
 from ..ranks import RanksLost
-from ..request import QueueFull, Request, TokenEvent
+from ..request import QueueFull, Request, TokenEvent, TokenSet
 from ..sampling import LogitsNotFinite
+from ..tools import ToolFormat, format_of, tool_format
 from .errors import ApiError, explained, invalid, unavailable
 from .metrics import Metrics
 from .options import ServerOptions
@@ -50,7 +52,8 @@ class Served:
 
     ``tokenizer`` is one of transformers. ``stop_ids`` are tokens that end an answer beside the engine's
     ``generation.eos_token_ids``; its other defaults apply where a request is silent. ``wrong`` returns an error known
-    outside the engine, such as a rank that has ended; "" if there is none.
+    outside the engine, such as a rank that has ended; "" if there is none. Raises ValueError for an unknown format of
+    calls.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class Served:
         self.options = options
         self._wrong = wrong
         self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer)
+        self.tools = _tool_format(options.tool_call_parser, self.template)
         self.stop_ids = frozenset(stop_ids)
         self.defaults = engine.generation
         self.max_model_len = engine.max_model_len
@@ -262,6 +267,18 @@ class Served:
         return list(self.tokenizer.encode(text, add_special_tokens=special))
 
     @functools.cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """The numbers of the tokenizer's added tokens that the model has."""
+        found: dict[str, int] = self.tokenizer.get_added_vocab()
+        return {text: token for text, token in found.items() if token < self.vocab_size}
+
+    @functools.cached_property
+    def tool_marks(self) -> TokenSet:
+        """The tokens by which calls of tools and thoughts are found, and which the text of an answer therefore has."""
+        marks = (*self.tools.marks, *THOUGHTS, *THOUGHTS.values())
+        return TokenSet({self.added_tokens[each] for each in marks if each in self.added_tokens} - self.stop_ids)
+
+    @functools.cached_property
     def first_tokens(self) -> list[int]:
         """The special tokens around a text, which precede it if they are all at its beginning."""
         return self._encode("", True)
@@ -329,6 +346,11 @@ class Served:
                 code="model_not_found",
                 param="model",
             )
+
+
+def _tool_format(name: str, template: ChatTemplate) -> ToolFormat:
+    """The format called ``name``; for auto, that of the template, or the commonest one if it shows none."""
+    return tool_format((format_of(template) or "hermes") if name == "auto" else name, template)
 
 
 def _too_long(tokens: int, most: int) -> ApiError:

@@ -20,7 +20,7 @@ async def tokenize(served: Served, body: protocol.TokenizeRequest, caller: Calle
         raise invalid("expected either prompt or messages", "prompt")
     most = max(served.options.max_tokenized_tokens, served.max_model_len)
     if body.messages is not None:
-        tokens = await chat.prompt_of(
+        prompt = await chat.prompt_of(
             served,
             body.messages,
             body.tools,
@@ -31,6 +31,7 @@ async def tokenize(served: Served, body: protocol.TokenizeRequest, caller: Calle
             large=caller.large,
             most=most,
         )
+        tokens = prompt.tokens
     else:
         tokens = await served.encode(body.prompt or "", body.add_special_tokens is not False, most)
     if len(tokens) > most:

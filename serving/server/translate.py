@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Collection
 from typing import Any
 
 from ..guide import Guide
@@ -77,8 +78,15 @@ class Form:
             "client": caller.client,
         }
 
-    def request(self, prompt: list[int], asked: int | None, usual: int | None, least: int = 0) -> Request:
-        """The request for ``prompt``.
+    def request(
+        self,
+        prompt: list[int],
+        asked: int | None,
+        usual: int | None,
+        least: int = 0,
+        visible: Collection[int] = (),
+    ) -> Request:
+        """The request for ``prompt``, with the text of ``visible`` special tokens.
 
         The most tokens of its answer are those ``asked`` for, or by the model's defaults, or the interface's ``usual``
         number, or all that there is room for; only the first may be too many, which raises ApiError.
@@ -108,7 +116,7 @@ class Form:
                 "max_tokens",
                 "min_tokens",
             )
-        made = Request(prompt, max_new_tokens=length, **self._fields)
+        made = Request(prompt, max_new_tokens=length, visible_tokens=visible, **self._fields)
         try:
             made.check(served.vocab_size)
         except ValueError as error:

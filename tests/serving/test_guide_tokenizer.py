@@ -82,10 +82,11 @@ def test_names_in_texts_patterns_and_comments_stay() -> None:
     assert by_number(lark, {"<a>": 7}) == 'start: <[7]> "<a> \\" <a>" /<a>\\/<a>/ <b> // "<a>\nx: <[7]> <[3]>'
 
 
+_UNKNOWN = "<u>"
 MODELS = [
-    models.BPE(vocab={"<u>": 0, "a": 1, "<": 2, "t>": 3, "<t>": 4, "<v>": 5}, merges=[("<", "t>")], unk_token="<u>"),
-    models.WordLevel({"<u>": 0, "a": 1, "<v>": 2, "<t>": 3}, unk_token="<u>"),
-    models.WordPiece({"<u>": 0, "a": 1, "<v>": 2, "<t>": 3}, unk_token="<u>"),
+    models.BPE(vocab={"<u>": 0, "a": 1, "<": 2, "t>": 3, "<t>": 4, "<v>": 5}, merges=[("<", "t>")], unk_token=_UNKNOWN),
+    models.WordLevel({"<u>": 0, "a": 1, "<v>": 2, "<t>": 3}, unk_token=_UNKNOWN),
+    models.WordPiece({"<u>": 0, "a": 1, "<v>": 2, "<t>": 3}, unk_token=_UNKNOWN),
     models.Unigram([("<u>", 0.0), ("a", -1.0), ("<v>", -2.0), ("<t>", -2.0)], unk_id=0, byte_fallback=False),
 ]
 

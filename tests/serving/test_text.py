@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from shardfuse.serving import Engine, Request, SamplingParams, TokenEvent
 from shardfuse.serving.prefixes import Prefixes
-from shardfuse.serving.text import AnswerText, StopStrings, TokenText, decoder
+from shardfuse.serving.text import AnswerText, Decoders, StopStrings, TokenText
 
 KINDS = {each.__name__: each for each in (case.byte_level, case.word_piece, case.sentence_piece)}
 STOPS = ("\n\n", "日本", "üße", "🙂", "a f", ". ", "!", "é", "the", "ca", "at", "\ufffd", "tt", "t")
@@ -51,7 +51,7 @@ def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
 def test_pieces_add_up(kind: str, data: st.DataObject):
     tokenizer = KINDS[kind]()
     ids = data.draw(_ids(tokenizer))
-    text, whole = TokenText(decoder(tokenizer)), ""
+    text, whole = TokenText(Decoders(tokenizer).of()), ""
     for count, token in enumerate(ids, 1):
         whole += text.push(token)
         so_far = tokenizer.decode(ids[:count])
@@ -65,7 +65,7 @@ def test_pieces_add_up(kind: str, data: st.DataObject):
 def test_pieces_of_a_byte_fallback_add_up(parts: list[str]):
     tokenizer = case.byte_fallback()
     ids = tokenizer.encode("".join(parts)).ids
-    text = TokenText(decoder(tokenizer))
+    text = TokenText(Decoders(tokenizer).of())
     assert "".join(map(text.push, ids)) + text.flush() == tokenizer.decode(ids)
 
 
@@ -73,7 +73,7 @@ def test_pieces_of_a_byte_fallback_add_up(parts: list[str]):
 def test_bytes_that_are_no_text_do_no_harm_to_what_follows(ids: list[int]):
     """A byte fallback takes characters back; pieces, once given, stay."""
     tokenizer = case.byte_fallback()
-    text = TokenText(decoder(tokenizer))
+    text = TokenText(Decoders(tokenizer).of())
     pieces = [text.push(token) for token in (*ids, *tokenizer.encode("abc日▁de").ids)]
     assert "".join(pieces).endswith("abc日 de")
     assert text.flush() == ""
@@ -83,7 +83,7 @@ def test_a_transformers_tokenizer_decodes_without_special_tokens():
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=case.byte_level(), eos_token=case.END)
     ids = [*case.byte_level().encode(case.LINES[0]).ids, tokenizer.eos_token_id]
-    text = TokenText(decoder(tokenizer))
+    text = TokenText(Decoders(tokenizer).of())
     assert "".join(map(text.push, ids)) + text.flush() == case.LINES[0]
 
 
@@ -104,7 +104,7 @@ _BYTE, *_BYTES = case.byte_level().encode("日").ids  # the beginning of a chara
 @pytest.mark.parametrize("ids", [case.byte_level().encode(case.LINES[1] * 60).ids, [_BYTE] * 4000, [0] * 4000])
 def test_the_cost_of_a_token_does_not_grow(ids: list[int]):
     counting = Counting()
-    text = TokenText(decoder(counting))
+    text = TokenText(Decoders(counting).of())
     whole = "".join(map(text.push, ids)) + text.flush()
     assert counting.count < 100 * len(ids)
     assert whole == case.byte_level().decode(ids)
@@ -133,7 +133,7 @@ def test_a_window_without_a_place_to_cut_does_not_grow(kind: str, ids: list[int]
             sizes.append(len(ids))
             return tokenizer.decode(ids)
 
-    text = TokenText(decoder(Measuring()))
+    text = TokenText(Decoders(Measuring()).of())
     whole = "".join(map(text.push, ids)) + text.flush()
     assert max(sizes) <= 64
     if kind == "byte_level":
@@ -234,7 +234,7 @@ def test_answers_end_where_their_text_says(kind: str, data: st.DataObject, inclu
     tokenizer = KINDS[kind]()
     ids = data.draw(_ids(tokenizer))
     stops = data.draw(st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True))
-    answer, whole = AnswerText(decoder(tokenizer), stops, included), ""
+    answer, whole = AnswerText(Decoders(tokenizer).of(), stops, included), ""
     for token in ids:
         whole += answer.push(token)
         if answer.stop_string is not None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 from typing import Any, NamedTuple
 
+from ...layers.hf.chat_template import ChatTemplate
 from .items import RecordError
 
 _EXCERPT = 60  # characters of the user's data in an error
 _WORDS = 160  # characters of another library's error
-_MARK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
-_COMMENT = re.compile(r"{#.*?#}", re.DOTALL)
 _FIRST = "begin the chat with a system or user message, "
 _REMEDY = (
     "train on the last answer only (as `prompt` and `completion`), use a chat template that marks the answers with "
@@ -85,14 +83,14 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._templates: dict[bool, tuple[str, bool]] = {}
+        self._template = ChatTemplate(tokenizer)
+        self._marks: dict[bool, bool] = {}  # whether the template for chats with or without tools marks the answers
 
     def text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         """The whole chat, as ``apply_chat_template(messages, tools, tokenize=False)`` gives it."""
-        self._template(tools)
+        self._marked_by_template(tools)
         try:
-            return self._render(messages, tools)
+            return self._template.render(messages, tools)
         except Exception as error:  # a template can raise anything
             raise RecordError(f"the chat template cannot render the messages: {words_of(error)}") from None
 
@@ -102,54 +100,32 @@ class ChatRenderer:
         A template that marks answers with {% generation %} says where they are. Of another template, an answer is what
         its message adds to the messages before it and the generation prompt, if the whole chat begins with both.
         """
-        template, marked = self._template(tools)
-        rendered = self._marked(messages, tools, template, first) if marked else self._added(messages, tools, first)
+        marked = self._marked_by_template(tools)
+        rendered = self._marked(messages, tools, first) if marked else self._added(messages, tools, first)
         if not any(start < end for start, end, _ in rendered.answers):
             roles = shown(", ".join(dict.fromkeys(message["role"] for message in messages[first:])))
             why = "the chat template marks none with {% generation %}" if marked else "none has the role 'assistant'"
             raise RecordError(f"no answer to learn from in messages of the roles {roles}: {why}, or all are empty")
         return rendered
 
-    def _template(self, tools: list[dict[str, Any]] | None) -> tuple[str, bool]:
-        """The template for chats with or without tools, and whether it marks the answers."""
-        found = self._templates.get(tools is not None)
+    def _marked_by_template(self, tools: list[dict[str, Any]] | None) -> bool:
+        """Whether the template marks the answers of chats with or without tools."""
+        found = self._marks.get(tools is not None)
         if found is None:
-            if not getattr(self._tokenizer, "chat_template", None):
+            if not self._template:
                 raise RecordError(
                     "messages need a chat template, and the tokenizer has none: name a tokenizer with one "
                     "(data.tokenizer), or give the chat as `text`"
                 )
             try:
-                template = self._tokenizer.get_chat_template(tools=tools)
+                found = self._marks[tools is not None] = self._template.marks_answers(tools)
             except ValueError as error:  # named templates, without the one that is needed
                 raise RecordError(f"the tokenizer has no chat template for the record: {words_of(error)}") from None
-            found = template, bool(_MARK.search(_COMMENT.sub("", template)))
-            self._templates[tools is not None] = found
         return found
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, prompt: bool = False) -> str:
-        # As a batch of one, because transformers refuses a single chat without messages.
-        [text] = self._tokenizer.apply_chat_template(
-            [messages], tools=tools, tokenize=False, add_generation_prompt=prompt
-        )
-        return text
-
-    def _marked(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, template: str, first: int
-    ) -> Rendered:
-        # apply_chat_template itself gives marks as tokens only, of one chat at a time, and loses those whose border
-        # lies in a character without a token of its own.
-        from transformers.utils import chat_template_utils
-
-        render: Any = chat_template_utils.render_jinja_template  # its annotation leaves the marks out
+    def _marked(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, first: int) -> Rendered:
         try:
-            [text], [marks] = render(
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **self._tokenizer.special_tokens_map,
-            )
+            text, marks = self._template.render_marked(messages, tools)
         except Exception as error:
             raise RecordError(f"the chat template cannot render the messages: {words_of(error)}") from None
         begin = 0
@@ -183,7 +159,7 @@ class ChatRenderer:
     ) -> str:
         """The text of a chat's first messages, which is needed to find ``of``."""
         try:
-            return self._render(messages, tools, prompt)
+            return self._template.render(messages, tools, add_generation_prompt=prompt)
         except Exception as error:
             what = "the messages before it alone" if prompt else "the messages up to it alone"
             why = f"the chat template cannot render {what if messages else 'a prompt without messages'}"

@@ -107,18 +107,18 @@ def _guide(options: GenerateOptions) -> Guide | None:
 
 def _request(options: GenerateOptions, opened: Opened, text: str, guide: Guide | None) -> Request:
     """Raises ValueError for options that the engine does not accept."""
+    from ..layers.hf.chat_template import ChatTemplate
     from ..serving.request import Request
     from ..serving.sampling_params import SamplingParams
 
     tokenizer, most = opened.tokenizer, opened.engine.max_model_len
     if options.chat:
-        if not tokenizer.chat_template:
+        template = ChatTemplate(tokenizer)
+        if not template:
             raise ValueError(
                 "--chat: this model has no chat template: give one with --chat-template FILE, or leave out --chat"
             )
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
+        text = template.render([{"role": "user", "content": text}], add_generation_prompt=True)
     prompt = list(tokenizer.encode(text, add_special_tokens=not options.chat))
     if not prompt:
         raise ValueError("the prompt is empty: expected text to continue")

@@ -1,0 +1,43 @@
+"""Grammars in llguidance's dialect of Lark, for answers that are calls and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+class Lark:
+    """A grammar of 1 to ``most`` calls with ``separator`` between them, both of them Lark, which :meth:`source` writes.
+
+    ``added`` are the tokenizer's added tokens: where a mark is one, the model writes that token and does not spell it.
+    """
+
+    def __init__(self, added: Mapping[str, int]) -> None:
+        self._added = added
+        self._rules: list[str] = []
+
+    def mark(self, text: str) -> str:
+        return f"<[{self._added[text]}]>" if text in self._added else quoted(text)
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """The name of a new rule, with llguidance's ``attributes``."""
+        name = f"rule_{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """The name of a rule for a JSON value of ``schema``, without space, with which a weak model might go on."""
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})}")
+
+    def object(self, schema: Mapping[str, Any]) -> str:
+        return self.json({**schema, "type": "object"})
+
+    def source(self, calls: list[str], most: int, separator: str = "", begin: str = "", end: str = "") -> str:
+        """The grammar of ``begin``, any of ``calls`` and ``end``."""
+        more = f"({separator} call){{0,{most - 1}}}" if most > 1 else ""
+        return "\n".join([f"start: {begin} call {more} {end}", f"call: {' | '.join(calls)}", *self._rules])
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text)
