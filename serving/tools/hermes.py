@@ -27,7 +27,7 @@ class HermesReader(JsonReader):
         if not (yield from self._text.mark((BEGIN,))):
             return False
         yield from self._text.skip()
-        while (yield from self._text.mark((BEGIN,))):
+        if (yield from self._text.mark((BEGIN,))):  # twice, as models do at times
             yield from self._text.skip()
         if not (yield from self._json()):
             return False

@@ -35,7 +35,7 @@ class MistralReader(JsonReader):
         if not (yield from text.mark((BEGIN,))):
             return False
         yield from text.skip()
-        while (yield from text.mark((BEGIN,))):
+        if (yield from text.mark((BEGIN,))):  # twice, as models do at times
             yield from text.skip()
         first = yield from text.peek()
         return (yield from self._json() if first and first in "{[" else self._named())

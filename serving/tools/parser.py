@@ -108,9 +108,9 @@ class CallReader(ABC):
                 continue
             text.save()
             if not (yield from self._calls()):
-                read = text.back()
-                text.at = 1 if self._again or not read else read
-                self._say(text.held[: text.at])
+                read, start = text.back(), text.at
+                text.at += 1 if self._again or not read else read
+                self._say(text.held[start : text.at])
             text.forget()
         if not self.calls:
             self._found.extend(self._space)
@@ -187,12 +187,9 @@ class CallReader(ABC):
         text.save()
         yield from text.skip(closers)
         mark = yield from text.mark([*end, *begin])
-        rest = text.held[text.at :]
         if mark in begin:
             text.at -= len(mark)
-        elif not mark and text.ended and any(each.startswith(rest) for each in end):
-            text.at = len(text.held)
-        elif not mark:
+        elif not mark and not text.ends_within(end):
             text.back()
         text.forget()
 

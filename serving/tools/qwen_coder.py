@@ -94,9 +94,8 @@ class QwenCoderReader(HermesReader):
                 yield from self._parameter(types_of(schema, key))
                 if not self.cut:
                     continue
-            elif text.ended and (mark == PARAMETER or any(each.startswith(text.held[text.at :]) for each in _MARKS)):
+            elif mark != FUNCTION_END and (self._end() or text.ends_within(_MARKS)):
                 self.cut = True
-                text.at = len(text.held)
             if self.cut:
                 return
             if mark != FUNCTION_END:
@@ -129,11 +128,9 @@ class QwenCoderReader(HermesReader):
                 text.at -= 0 if mark in _VALUE_ENDS[:2] else len(mark)
                 self._more('"' if is_text else json_of_text("".join(pieces), types))
                 return
-            rest = text.held[text.at :]
-            if text.ended and any(each.startswith(rest) for each in _VALUE_ENDS):
-                text.at = len(text.held)
+            if text.ends_within(_VALUE_ENDS):
                 break
-            tell(rest[0])
+            tell(text.held[text.at])
             text.at += 1
         self._more("".join(pieces))
         self.cut = True

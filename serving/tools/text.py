@@ -45,8 +45,17 @@ class Text:
         """Continue at the saved place, and return how much was read since then."""
         assert self._kept is not None
         read = sum(map(len, self._kept)) + self.at - self._from
-        self.held, self.at, self._kept = "".join([*self._kept, self.held[self._from :]]), 0, None
+        if self._kept:
+            self.held, self._from = "".join([*self._kept, self.held[self._from :]]), 0
+        self.at, self._kept = self._from, None
         return read
+
+    def ends_within(self, marks: Collection[str]) -> bool:
+        """Whether the text ends here, within one of ``marks`` or before it; if so, that is read."""
+        if not self.ended or not any(each.startswith(self.held[self.at :]) for each in marks):
+            return False
+        self.at = len(self.held)
+        return True
 
     def more(self) -> Read[bool]:
         """Whether there is a character to read."""
