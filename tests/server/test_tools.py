@@ -1,212 +1,23 @@
-"""Tool calls: read from text in any pieces, forced by a grammar, and carried through the server."""
+"""Calls of tools through the server: forced, in every format, whole and streamed alike, and on their way back."""
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed (pip install .[serve])")
 
-import server_case
+import openai
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_tools import NaiveToolParser
-from server_case import Server, events, serve, tokenizer
-from tokenizers import AddedToken
+from scripted import MARKS, NAME, ScriptedServer, scripted, tokenizer_of
+from server_case import Server, events, serve
+from tool_case import CALLS, FORMATS, WRITERS, tools_of
 
-from shardfuse.serving.guide import Guide
-from shardfuse.serving.guiding import Guides
-from shardfuse.serving.server.tools import BEGIN, END, ToolParser, grammar
-from shardfuse.testing import VOCAB_SIZE
-
-# --- the parser -------------------------------------------------------------------------------------------------------
-
-
-def _call(name: str, arguments: str) -> str:
-    return f'{BEGIN}\n{{"name": "{name}", "arguments": {arguments}}}\n{END}'
-
-
-def _read(pieces: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The content, and each call's name and arguments. A call's pieces have its index; its name comes first."""
-    parser, content = ToolParser(), ""
-    calls: list[tuple[str, str]] = []
-    for piece in [found for text in pieces for found in parser.push(text)] + parser.flush():
-        if isinstance(piece, str):
-            assert piece
-            content += piece
-        elif piece.name is not None:
-            assert piece.index == len(calls)
-            calls.append((piece.name, piece.arguments))
-        else:
-            assert piece.index == len(calls) - 1
-            calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
-    assert parser.calls == len(calls)
-    return content, calls
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-OBJECTS = st.dictionaries(st.text('a"\\{}[]<>é日 \n', max_size=4), VALUES, max_size=4)
-
-
-@st.composite
-def _cut(draw: st.DrawFn, text: str) -> list[str]:
-    at = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    return [text[start:end] for start, end in zip([0, *at], [*at, len(text)])]
-
-
-SCRAPS = [
-    BEGIN,
-    END,
-    "<",
-    "tool_call>",
-    "\n",
-    " ",
-    '{"name": "f", "arguments": ',
-    "{",
-    "}",
-    '"',
-    "\\",
-    "[",
-    "é",
-    "x" * 600,
-]
-
-
-@given(st.data())
-def test_what_is_read_depends_on_the_text_alone(data: st.DataObject) -> None:
-    scrap = st.sampled_from(SCRAPS) | OBJECTS.map(lambda each: _call("f", json.dumps(each))) | st.text(max_size=4)
-    text = "".join(data.draw(st.lists(scrap, max_size=10)))
-    assert _read(data.draw(_cut(text))) == _read([text]) == _read(list(text))
-
-
-@given(st.data())
-def test_arguments_are_those_that_were_written(data: st.DataObject) -> None:
-    wanted = data.draw(st.lists(st.tuples(st.sampled_from(["f", "get-it", "a_9"]), OBJECTS), min_size=1, max_size=3))
-    ascii_only, before = data.draw(st.booleans()), data.draw(st.sampled_from(["", "Let me see.", "a < b"]))
-    written = [(name, json.dumps(each, ensure_ascii=ascii_only)) for name, each in wanted]
-    text = before + "\n" * bool(before) + "\n".join(_call(*each) for each in written)
-    content, calls = _read(data.draw(_cut(text)))
-    assert content == before
-    assert calls == written
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == wanted
-
-
-ODD = [
-    ("no call", "no call", []),
-    ("", "", []),
-    (" \n", " \n", []),
-    ("a <tool_ca", "a <tool_ca", []),
-    ("<tool_calls>", "<tool_calls>", []),
-    (f"{BEGIN} is how it begins", f"{BEGIN} is how it begins", []),
-    (f"a {BEGIN}{{'name': 'f'}}{END} b", f"a {BEGIN}{{'name': 'f'}}{END} b", []),
-    (_call("no such name", "{}"), _call("no such name", "{}"), []),
-    (_call("f", "[1]"), _call("f", "[1]"), []),  # arguments are an object
-    (_call("f", "}"), _call("f", "}"), []),
-    (BEGIN + "x" * 2000, BEGIN + "x" * 2000, []),
-    (_call("f", "{}") + " after", " after", [("f", "{}")]),
-    (f"{BEGIN}not one{END}\n{_call('g', '{}')}", f"{BEGIN}not one{END}", [("g", "{}")]),
-    (f'{BEGIN}{{"name":"f","parameters":{{"a":1}}}}{END}', "", [("f", '{"a":1}')]),
-    (_call("f", '{"a": {"b": [1, ')[: -len("}\n" + END)], "", [("f", '{"a": {"b": [1, ')]),  # the answer was cut
-    (_call("f", "{}")[: -len(END)] + _call("g", "{}"), "", [("f", "{}"), ("g", "{}")]),  # an end was forgotten
-    (_call("f", f'{{"a": "{END}"}}'), "", [("f", f'{{"a": "{END}"}}')]),
-    (_call("f", '{"a": nonsense]'), "", [("f", '{"a": nonsense]')]),  # no JSON: the client is told what the model wrote
-]
-
-
-@pytest.mark.parametrize(("text", "content", "calls"), ODD, ids=range(len(ODD)))
-def test_odd_texts(text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    assert _read([text]) == (content, calls)
-    assert _read(list(text)) == (content, calls)
-
-
-def test_pieces_come_as_soon_as_they_are_certain() -> None:
-    parser = ToolParser()
-    assert parser.push("Well <") == ["Well"]
-    assert parser.push("b") == [" <b"]
-    name, arguments = parser.push('<tool_call>{"name": "f", "arguments": {"a": "b')
-    assert (name.name, name.arguments, arguments.arguments) == ("f", "", '{"a": "b')  # type: ignore[union-attr]
-
-
-BEGUN = '<tool_call>{"name": "f", "arguments": '  # a call that lacks its arguments
-
-
-@given(st.data())
-def test_each_piece_gives_what_reading_all_again_would(data: st.DataObject) -> None:
-    scraps = ["</tool_call", "<tool", "\u2003", "   ", BEGUN, BEGUN + "{}", BEGUN + '{"a": [1]}}', *SCRAPS]
-    text = "".join(data.draw(st.lists(st.sampled_from(scraps), max_size=14)))
-    parser, naive = ToolParser(), NaiveToolParser()
-    for piece in data.draw(st.one_of(_cut(text), st.just(list(text)))):
-        assert parser.push(piece) == naive.push(piece)
-    assert (parser.flush(), parser.calls) == (naive.flush(), naive.calls)
-
-
-@pytest.mark.parametrize("piece", ["abcd", " ", "<tool", "</tool_call", "<tool_call>", "<tool_call>{", "}", '"{'])
-@pytest.mark.parametrize(
-    "before", ["", BEGIN, BEGUN + "{}", BEGUN + '{"a'], ids=["content", "head", "tail", "arguments"]
-)
-def test_little_text_is_read_again(before: str, piece: str) -> None:
-    """However long an answer is, no more than a head is kept to be read again, and text after a call is forgotten."""
-    parser = ToolParser()
-    parser.push(before)
-    for _ in range(2000):
-        parser.push(piece)
-        assert len(parser._held) < 1024
-    if before == BEGUN + "{}" and "<tool_call>" not in piece:
-        assert parser.flush() == []
-        assert not parser._space
-
-
-# --- the grammar ------------------------------------------------------------------------------------------------------
-
-SCHEMAS: list[Any] = [
-    None,
-    {},
-    {"type": "object", "properties": {}, "additionalProperties": False},
-    {
-        "type": "object",
-        "properties": {'a "quoted" \\ {key}': {"const": 'x"\\\n/é日'}},
-        "required": ['a "quoted" \\ {key}'],
-    },
-    {
-        "type": "object",
-        "properties": {"e": {"enum": [1, "two", None, [3]]}, "p": {"type": "string", "pattern": "^[a-z]{2}$"}},
-    },
-    {"$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
-    {
-        "type": "object",
-        "properties": {"a": {"anyOf": [{"type": "integer", "minimum": 3, "maximum": 5}, {"type": "array"}]}},
-    },
-]
-
-
-@pytest.mark.parametrize("most", [1, 8])
-def test_grammars_compile(most: int) -> None:
-    guides = Guides(tokenizer(), VOCAB_SIZE)
-    guides.check()
-    source = grammar([(f"tool-{number}", schema) for number, schema in enumerate(SCHEMAS)], most)
-    state = guides.start(Guide.grammar(source), ())
-    state.compiled.matcher.result(timeout=60)
-    assert state.begin() is None
-    text = _call("tool-0", '{"a":1}') + ("\n" + _call("tool-3", r'{"a \"quoted\" \\ {key}":"x\"\\\n/é日"}')) * (
-        most > 1
-    )
-    for byte in text.encode():
-        state.advance(byte)
-    assert state.done == (most == 1) or state.matcher.is_accepting()
-    with pytest.raises(RuntimeError, match="is refused"):
-        state.advance(ord("x"))
-    guides.close()
-
-
-# --- through the server -----------------------------------------------------------------------------------------------
+from shardfuse.serving.tools import ToolFormat
 
 CHAT = "/v1/chat/completions"
 WEATHER = {
@@ -287,19 +98,6 @@ def _streamed(server: Server, body: dict[str, Any]) -> list[tuple[str, str]]:
     return calls
 
 
-def test_marks_that_are_added_tokens_are_written_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the tokenizers of Qwen and Hermes; a guide may not spell such a token's text."""
-    added = copy.deepcopy(tokenizer())
-    added.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in (BEGIN, END)])
-    monkeypatch.setattr(server_case, "tokenizer", lambda: added)
-    with serve(sizes={"max_positions": 2048, "vocab_size": len(added)}, engine={"num_blocks": 512}) as server:
-        made = server.post(CHAT, {**ASK, **NAMED, "return_token_ids": True}).json()["choices"][0]
-        (call,) = made["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"])["zone"] in ("a", "b")
-        marks = [added.convert_tokens_to_ids(mark) for mark in (BEGIN, END)]
-        assert (made["token_ids"][0], made["token_ids"][-1]) == tuple(marks)
-
-
 def test_calls_and_results_come_back_to_the_model(roomy: Server) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "time", "arguments": '{"zone": "a"}'}}
     answered = {"role": "assistant", "content": None, "tool_calls": [call], "annotations": None, "audio": None}
@@ -344,15 +142,236 @@ def test_a_template_without_tools_refuses_them(roomy: Server, monkeypatch: pytes
     assert "no chat template" in roomy.post(CHAT, ASK).json()["error"]["message"]
 
 
-@settings(max_examples=30)
-@given(st.data())
-def test_only_one_call_where_calls_are_not_parallel(data: st.DataObject) -> None:
-    """Also of a model that may call as it likes."""
-    from shardfuse.serving.request import TokenEvent
-    from shardfuse.serving.server.chat import _Message
+# --- of a model that says what it is told -----------------------------------------------------------------------------
 
-    message = _Message(ToolParser(), most_calls=1)
-    pieces = data.draw(_cut(_call("f", '{"a": 1}') + "\n" + _call("g", '{"b": 2}')))
-    found = [each for piece in pieces for each in message.take(TokenEvent(0, 1, text=piece))]
-    assert {each.index for each in found} == {0}  # type: ignore[union-attr]
-    assert "".join(each.arguments for each in found) == '{"a": 1}'  # type: ignore[union-attr]
+
+@pytest.fixture(scope="module", params=FORMATS)
+def family(request: pytest.FixtureRequest) -> Iterator[tuple[str, ScriptedServer]]:
+    """The name of a format, and a server whose template and tokenizer are of it."""
+    with scripted(tokenizer_of(request.param)) as server:
+        yield request.param, server
+
+
+def _called(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls as the family's template writes them."""
+    plain = [{"type": "function", "function": {"name": of, "arguments": given}} for of, given in calls]
+    made = tokenizer_of(name)
+    asked = {"role": "user", "content": "hi"}
+    before = made.apply_chat_template([asked], tokenize=False)
+    answer = {"role": "assistant", "content": "", "tool_calls": plain}
+    return str(made.apply_chat_template([asked, answer], tokenize=False)).removeprefix(f"{before}<|turn|>assistant: ")
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_openais_client_calls_and_calls_again_and_is_answered(
+    family: tuple[str, ScriptedServer], streamed: bool
+) -> None:
+    name, server = family
+    client: Any = openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=server.http, max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": "Weather in Köln, and the time?"}]
+    said = [
+        _called(name, ("weather", {"city": "Köln", "days": 2}), ("time", {"zone": "a"})),
+        "One more.\n" + _called(name, ("time", {"zone": "b"})),
+        "It is noon.",
+    ]
+    wanted: list[Any] = [
+        (None, [("weather", {"city": "Köln", "days": 2}), ("time", {"zone": "a"})]),
+        ("One more.", [("time", {"zone": "b"})]),
+        ("It is noon.", []),
+    ]
+    for text, (content, calls) in zip(said, wanted):
+        body = {"messages": messages, "tools": TOOLS}
+        server.say(text, body)
+        asked = {"model": NAME, "temperature": 0, "max_tokens": 900, **body}
+        if streamed:
+            with client.chat.completions.stream(**asked) as stream:
+                choice = stream.get_final_completion().choices[0]
+        else:
+            choice = client.chat.completions.create(**asked).choices[0]
+        message = choice.message
+        found = [(each.function.name, json.loads(each.function.arguments)) for each in message.tool_calls or ()]
+        assert (message.content or None, found) == (content, calls)
+        assert choice.finish_reason == ("tool_calls" if calls else "stop")
+        sent = message.model_dump(exclude_none=True)
+        for each in sent.get("tool_calls", ()):  # of the client's helper for streams alone
+            each.pop("index", None)
+            each["function"].pop("parsed_arguments", None)
+        sent.pop("parsed", None)
+        messages.append(sent)
+        messages += [
+            {"role": "tool", "tool_call_id": each.id, "content": f"result of {each.function.name}"}
+            for each in message.tool_calls or ()
+        ]
+    tokens = server.http.post("/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
+    rendered = server.tokenizer.decode(tokens)
+    turns = "".join(
+        f"<|turn|>assistant: {text}" + "".join(f"<|turn|>tool: result of {each}" for each, _ in calls)
+        for text, (_, calls) in zip(said, wanted)
+    )
+    assert rendered.endswith(f"<|turn|>user: Weather in Köln, and the time?{turns}<|turn|>assistant: ")
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["added", "special"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_marks_are_found_special_or_not(name: str, special: bool) -> None:
+    """And other special tokens have no text, calls or not."""
+    with scripted(tokenizer_of(name, special)) as server:
+        text = "<|pad|>See:\n" + _called(name, ("time", {"zone": "a"}))
+        choice = server.chat(text, ASK | {"tool_choice": "auto"})
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "time", "arguments": '{"zone": "a"}'}
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "See:")
+        plain = server.chat(text, {"messages": ASK["messages"]})["message"]["content"]
+        marks = MARKS[name][0] if special else ()
+        for each in marks:
+            text = text.replace(each, "")
+        assert plain == text.removeprefix("<|pad|>")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_the_format_in_force_is_forced(name: str, choice: str) -> None:
+    """A model that would say something else writes a call of its format."""
+    with scripted(tokenizer_of(name)) as server:
+        body = ASK | {"tool_choice": "required"} | (NAMED if choice == "named" else {}) | {"parallel_tool_calls": False}
+        made = server.chat("", body)
+        (call,) = made["message"]["tool_calls"]
+        assert made["finish_reason"] == "tool_calls"
+        assert call["function"]["name"] == "time"  # of those that are allowed, the first by its letters
+        assert json.loads(call["function"]["arguments"])["zone"] in ("a", "b")
+
+
+def test_a_thought_that_the_prompt_begins_makes_no_call() -> None:
+    made = tokenizer_of("hermes")
+    made.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    call = _called("hermes", ("time", {"zone": "a"}))
+    with scripted(made) as server:
+        body = ASK | {"tool_choice": "auto"}
+        choice = server.chat(f"I could {call}\n</think>\n\n{call}", body)
+        assert len(choice["message"]["tool_calls"]) == 1
+        assert choice["message"]["content"] == f"I could {call}\n</think>"
+        assert server.chat(call, body)["message"]["content"] == call
+        forced = server.chat(call, ASK | NAMED)  # which writes no thought
+        assert len(forced["message"]["tool_calls"]) == 1
+
+
+CUT = 'Say.\n{"name": "time", "parameters": {"zo'
+
+
+@pytest.mark.parametrize(
+    ("more", "finish", "arguments"),
+    [
+        ({}, "tool_calls", '{"zone": "a"}'),
+        ({"max_tokens": len(CUT)}, "length", '{"zo'),
+        ({"stop": ["ne"]}, "stop", '{"zo'),
+        ({"stop": ["zone"], "include_stop_str_in_output": True}, "stop", '{"zone'),
+    ],
+)
+def test_a_call_that_is_cut_says_why(more: dict[str, Any], finish: str, arguments: str) -> None:
+    with scripted(tokenizer_of("llama3")) as server:
+        choice = server.chat(CUT + 'ne": "a"}}', ASK | {"tool_choice": "auto"} | more)
+        assert choice["finish_reason"] == finish
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": arguments}
+
+
+def test_one_call_where_calls_are_not_parallel(family: tuple[str, ScriptedServer]) -> None:
+    """Also of a model that calls as it likes, and is cut within the second call."""
+    name, server = family
+    text = _called(name, ("time", {"zone": "a"}), ("weather", {"city": "Bern", "days": 2}))
+    body = ASK | {"tool_choice": "auto", "parallel_tool_calls": False}
+    for most in (900, len(text) - 8):
+        choice = server.chat(text[:most], body)
+        assert [each["function"]["name"] for each in choice["message"]["tool_calls"]] == ["time"]
+        assert choice["finish_reason"] == "tool_calls"
+
+
+def _whole_and_streamed_are_alike(server: ScriptedServer, name: str, data: st.DataObject) -> None:
+    wanted = data.draw(CALLS)
+    parts = st.sampled_from(
+        ["", " ", "\n", "Well.", "<think>", "</think>", "é", *MARKS[name][0], '{"name": "f"', "[", "`"]
+    )
+    text = data.draw(parts) + WRITERS[name](wanted, data.draw) + data.draw(parts) + data.draw(parts)
+    tools = [
+        {"type": "function", "function": {"name": each.name, "parameters": each.parameters}}
+        for each in tools_of(wanted)
+    ]
+    body = {"messages": ASK["messages"], "tools": tools, "temperature": 0}
+    body["max_tokens"] = data.draw(st.integers(1, 400))
+    body["stop"] = data.draw(st.sampled_from([[], [], ["\n"], ['"'], ["ell", "_call"]]))
+    body["parallel_tool_calls"] = data.draw(st.sampled_from([None, False]))
+    whole = server.chat(text, body)
+    streamed = server.http.post("/v1/chat/completions", json=body | {"stream": True})
+    content, calls, finish = "", list[dict[str, Any]](), None
+    for chunk in events(streamed.text):
+        (choice,) = chunk["choices"]
+        finish = choice["finish_reason"] or finish
+        content += choice["delta"].get("content") or ""
+        for each in choice["delta"].get("tool_calls", ()):
+            if each["index"] == len(calls):
+                calls.append(each)
+            else:
+                calls[-1]["function"]["arguments"] += each["function"]["arguments"]
+    message = whole["message"]
+    assert (content, finish) == (message["content"] or "", whole["finish_reason"])
+    assert [each["function"] for each in calls] == [each["function"] for each in message.get("tool_calls", ())]
+    assert [(each["type"], each["index"], bool(each["id"])) for each in calls] == [
+        ("function", at, True) for at in range(len(calls))
+    ]
+
+
+@given(data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_concatenated_deltas_are_the_whole_message(family: tuple[str, ScriptedServer], data: st.DataObject) -> None:
+    _whole_and_streamed_are_alike(family[1], family[0], data)
+
+
+@pytest.mark.nightly(seconds=60)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_concatenated_deltas_are_the_whole_message_for_long(
+    family: tuple[str, ScriptedServer], data: st.DataObject
+) -> None:
+    _whole_and_streamed_are_alike(family[1], family[0], data)
+
+
+def test_ids_are_of_the_form_that_templates_take(family: tuple[str, ScriptedServer]) -> None:
+    name, server = family
+    made = [server.chat(_called(name, ("time", {"zone": "a"})), ASK | {"tool_choice": "auto"}) for _ in range(2)]
+    ids = [each["message"]["tool_calls"][0]["id"] for each in made]
+    assert len(set(ids)) == 2
+    assert all((len(each) == 9 and each.isalnum()) if name == "mistral" else each.startswith("call_") for each in ids)
+
+
+class Plain(ToolFormat):
+    """A format of another package: ``!name`` and nothing else, which cannot be forced."""
+
+    def parser(self, tools: Any, thought: str = "") -> Any:
+        return PlainParser()
+
+
+class PlainParser:
+    calls, cut = 0, False
+
+    def push(self, text: str) -> list[Any]:
+        return [text] if text else []
+
+    def flush(self) -> list[Any]:
+        return ["!"]
+
+
+def test_another_packages_format_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scripted(tokenizer_of("hermes"), tool_call_parser="pythonic") as server:
+        assert type(server.served.tools).__name__ == "Pythonic"  # whatever the template says
+        monkeypatch.setattr(server.served, "tools", Plain())
+        assert server.chat("a", ASK | {"tool_choice": "auto"})["message"]["content"] == "a!"
+        refused = server.http.post("/v1/chat/completions", json=ASK)
+        assert refused.status_code == 400
+        assert "cannot be forced" in refused.json()["error"]["message"]
+
+
+def test_an_unknown_format_is_refused_at_the_start() -> None:
+    with (
+        pytest.raises(ValueError, match="tool format 'hermess': expected auto, or one of"),
+        scripted(tokenizer_of("hermes"), tool_call_parser="hermess"),
+    ):
+        pass
