@@ -7,6 +7,7 @@ from typing import Any
 
 from ...kernels.runtime.checks import whole_number
 from ..printable import printable
+from ..tools import tool_format
 from .hosts import Hosts, network_of
 from .keys import check_keys
 
@@ -68,6 +69,11 @@ class ServerOptions:
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is a text: expected a tuple of texts")
         check_keys(self.api_keys)
+        if self.tool_call_parser != "auto":
+            try:
+                tool_format(self.tool_call_parser)
+            except ValueError as error:
+                raise ValueError(f"tool_call_parser (--tool-call-parser): {error}") from None
         if self.protect_metrics and not self.api_keys:
             raise ValueError("protect_metrics without api_keys: --protect-metrics needs --api-key KEY")
         _check_hosts("allowed_hosts (--allowed-hosts)", self.allowed_hosts or (), lambda each: Hosts([each]))

@@ -18,7 +18,7 @@ from ..engine import Engine
 from ..ranks import RanksLost
 from ..request import QueueFull, Request, TokenEvent, TokenSet
 from ..sampling import LogitsNotFinite
-from ..tools import ToolFormat, format_of, tool_format
+from ..tools import format_of, tool_format
 from .errors import ApiError, explained, invalid, unavailable
 from .metrics import Metrics
 from .options import ServerOptions
@@ -68,7 +68,9 @@ class Served:
         self._wrong = wrong
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer)
-        self.tools = _tool_format(options.tool_call_parser, self.template)
+        self._shown_format = format_of(self.template)  # by the template
+        auto = options.tool_call_parser == "auto"
+        self.tools = tool_format(self._shown_format or "hermes" if auto else options.tool_call_parser, self.template)
         self.stop_ids = frozenset(stop_ids)
         self.defaults = engine.generation
         self.max_model_len = engine.max_model_len
@@ -266,6 +268,17 @@ class Served:
     def _encode(self, text: str, special: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=special))
 
+    def tools_words(self) -> str:
+        """How calls of tools are read, in words; "" if the model never sees tools."""
+        if not self.template or not self.template.names_tools:
+            return ""
+        said = f"calls of tools are read in the format {self.tools.name}"
+        if self._shown_format is None:
+            return f"{said}, because the chat template shows none (--tool-call-parser sets it)"
+        if self._shown_format != self.tools.name:
+            return f"warning: {said}, and the chat template writes them in {self._shown_format}"
+        return f"{said}, that of the chat template"
+
     @functools.cached_property
     def added_tokens(self) -> dict[str, int]:
         """The numbers of the tokenizer's added tokens that the model has."""
@@ -346,11 +359,6 @@ class Served:
                 code="model_not_found",
                 param="model",
             )
-
-
-def _tool_format(name: str, template: ChatTemplate) -> ToolFormat:
-    """The format called ``name``; for auto, that of the template, or the commonest one if it shows none."""
-    return tool_format((format_of(template) or "hermes") if name == "auto" else name, template)
 
 
 def _too_long(tokens: int, most: int) -> ApiError:

@@ -53,11 +53,16 @@ def tool_format(name: str, template: ChatTemplate | None = None) -> ToolFormat:
             raise ValueError(f"tool format {name!r}: its entry point {entries[name].value} fails: {error!r}") from error
         if not (isinstance(found, type) and issubclass(found, ToolFormat)):
             raise ValueError(f"tool format {name!r}: {entries[name].value} is no class derived from ToolFormat")
-        return found(sample)
-    kind = FORMATS.get(_ALSO.get(wanted, wanted))
-    if kind is None:
-        raise ValueError(f"tool format {name!r}: expected auto, or one of {', '.join([*FORMATS, *sorted(entries)])}")
-    return kind(sample)
+        kind: type[ToolFormat] = found
+    else:
+        name = _ALSO.get(wanted, wanted)
+        if name not in FORMATS:
+            known = ", ".join([*FORMATS, *sorted(entries)])
+            raise ValueError(f"tool format {name!r}: expected auto, or one of {known}")
+        kind = FORMATS[name]
+    made = kind(sample)
+    made.name = name
+    return made
 
 
 def format_of(template: ChatTemplate) -> str | None:

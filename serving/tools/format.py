@@ -15,6 +15,7 @@ class ToolFormat(ABC):
     ``sample``: a call as the model's chat template writes it, for formats with several spellings; "" if unknown.
     """
 
+    name = ""  # by which it was chosen
     marks: tuple[str, ...] = ()  # shown to the parser even where the tokenizer has them as special tokens
 
     def __init__(self, sample: str = "") -> None:

@@ -327,7 +327,7 @@ def test_concatenated_deltas_are_the_whole_message(family: tuple[str, ScriptedSe
 
 @pytest.mark.nightly(seconds=60)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_concatenated_deltas_are_the_whole_message_for_long(
     family: tuple[str, ScriptedServer], data: st.DataObject
 ) -> None:

@@ -50,7 +50,8 @@ def template(name: str) -> str:
     """A chat template that writes calls in the format called ``name``."""
     return (
         "{% if tools %}tools:{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
-        "{% for message in messages %}<|turn|>{{ message['role'] }}: {{ message['content'] }}{% for each in message['tool_calls'] or [] %}"
+        "{% for message in messages %}<|turn|>{{ message['role'] }}: {{ message['content'] }}"
+        "{% for each in message['tool_calls'] or [] %}"
         "{% set call = each['function'] %}{% if not loop.first %}{{ " + repr(_BETWEEN[name]) + " }}"
         "{% elif message['content'] %}{{ '\n' }}{% endif %}" + _CALL[name] + "{% endfor %}{% endfor %}"
         "{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"

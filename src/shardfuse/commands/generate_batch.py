@@ -43,12 +43,21 @@ _BLOCK = 1 << 16  # bytes read from a pipe at a time
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The options of ``shardfuse generate --input``; ``name`` is the model's name in lines."""
+    """The options of ``shardfuse generate --input``; ``name`` is the model's in lines, ``tool_call_parser`` the
+    format of its calls of tools, as in ServerOptions.
+    """
 
     model: Opening
     name: str
     input: str
     output: str
+    tool_call_parser: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.tool_call_parser != "auto":
+            from ..serving.tools import tool_format
+
+            tool_format(self.tool_call_parser)
 
     @property
     def streams(self) -> bool:
@@ -263,7 +272,10 @@ def _answer_all(
     opened = opening.lead(model, lambda text: console.print(text, markup=False))
     with opened.engine as engine:
         server = ServerOptions(
-            name=options.name, max_body_memory_mib=_NO_LIMIT_MIB, max_answer_bytes=_NO_LIMIT_MIB << 20
+            name=options.name,
+            tool_call_parser=options.tool_call_parser,
+            max_body_memory_mib=_NO_LIMIT_MIB,
+            max_answer_bytes=_NO_LIMIT_MIB << 20,
         )
         served = Served(engine, opened.tokenizer, sorted(opened.stop_ids), server, wrong)
         # Twice the answers computed at once: the next lines are ready when an answer ends, and memory stays bounded.

@@ -66,6 +66,9 @@ def _lead(options: ServeOptions, model: Opening, console: Console, listener: Any
         engine.limit_waits(timedelta(seconds=options.server.health_timeout_s))
         served = Served(engine, opened.tokenizer, sorted(opened.stop_ids), options.server, wrong)
 
+        if words := served.tools_words():
+            say(words)
+
         def started(address: str, limits: str) -> None:
             name = printable(options.server.name)
             say(f"serving {name!r} at {address} (a live page there, OpenAI's API below {address}/v1)")

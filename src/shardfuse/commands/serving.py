@@ -35,6 +35,14 @@ GenerationConfig = Annotated[
         help="Defaults of requests: auto, of the model's generation_config.json; vllm, none; or another folder's.",
     ),
 ]
+ToolCallParser = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|NAME",
+        help="Format in which the model calls tools: hermes, llama3, mistral, pythonic, qwen3-coder, or an installed "
+        "package's; auto, as its chat template does.",
+    ),
+]
 Invariant = Annotated[bool, typer.Option("--invariant", help="No bit of an answer depends on other requests; slower.")]
 
 
@@ -116,6 +124,7 @@ def serve(
     max_num_seqs: MaxNumSeqs = 32,
     max_num_batched_tokens: MaxNumBatchedTokens = 512,
     chat_template: ChatTemplate = None,
+    tool_call_parser: ToolCallParser = "auto",
     generation_config: GenerationConfig = "auto",
     invariant: Invariant = False,
     max_queued_requests: Annotated[
@@ -185,6 +194,7 @@ def serve(
         max_body_memory_mib=max_body_memory_mib,
         max_answer_bytes=max_answer_bytes,
         max_tokenized_tokens=max_tokenized_tokens,
+        tool_call_parser=tool_call_parser,
         max_logprobs=max_logprobs,
         max_connections=max_connections,
         max_connections_per_address=max_connections_per_address,
@@ -256,6 +266,7 @@ def generate(
     max_num_seqs: MaxNumSeqs = 32,
     max_num_batched_tokens: MaxNumBatchedTokens = 512,
     chat_template: ChatTemplate = None,
+    tool_call_parser: ToolCallParser = "auto",
     generation_config: GenerationConfig = "auto",
     invariant: Invariant = False,
     debug: Debug = False,
@@ -276,8 +287,11 @@ def generate(
             raise typer.BadParameter(f"{option} belongs to a single prompt: with --input, set it in each line")
         from .generate_batch import BatchOptions, run_batch
 
-        batch = BatchOptions(_opening(context, max_queued_requests=None), _name(name, model), input, output)
+        opening = _opening(context, max_queued_requests=None)
+        batch = BatchOptions(opening, _name(name, model), input, output, tool_call_parser)
         raise typer.Exit(run_batch(batch))
+    if tool_call_parser != "auto":
+        raise typer.BadParameter("--tool-call-parser belongs to a file of prompts: expected --input and --output too")
     if json_schema is not None and regex is not None:
         raise typer.BadParameter("--json-schema and --regex: expected one of them")
     from .generate import GenerateOptions, run_generate
