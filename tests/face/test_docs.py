@@ -48,7 +48,7 @@ FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 ON_A_CPU, BATCHING, HUB, SERVING = "cpu-0", "integrations-0", "integrations-1", "serving-0"
 CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-8")
 CLIENTS, ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-7", "serving-9", "serving-10", "serving-11"
-SERVER, PLANNING, PREPARING = "server-0", "plan-0", "training-0"
+TOOL_FORMAT, SERVER, PLANNING, PREPARING = "server-0", "server-1", "plan-0", "training-0"
 EMULATED = "gpu-0"  # by tests/kernels/test_ptx_script.py
 
 
@@ -63,6 +63,7 @@ def test_every_snippet_is_run():
         STATE_DICTS,
         *FUSING,
         FOREIGN,
+        TOOL_FORMAT,
         SERVER,
         PLANNING,
         PREPARING,
@@ -97,6 +98,12 @@ def test_a_plan(capsys: pytest.CaptureFixture[str]):
     printed = capsys.readouterr().out
     assert printed.startswith(plan.best.layout.described())
     assert f"\nzero = {plan.best.layout.zero}\n" in printed
+
+
+def test_a_format_of_calls():
+    pytest.importorskip("transformers", reason="transformers is not installed (pip install .[hf])")
+    parser = _run(PYTHON[TOOL_FORMAT])["parser"]
+    assert (parser.calls, parser.cut) == (1, False)
 
 
 # --- over processes ---------------------------------------------------------------------------------------------------
