@@ -58,7 +58,10 @@ class ChatTemplate:
     @property
     def names_tools(self) -> bool:
         """Whether the model sees tools."""
-        return "tools" in self.source([_PROBE_SCHEMA])
+        try:
+            return "tools" in self.source([_PROBE_SCHEMA])
+        except ValueError:
+            return False
 
     def marks_answers(self, tools: Sequence[Any] | None = None) -> bool:
         """Whether the template marks answers with ``{% generation %}``."""

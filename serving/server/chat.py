@@ -136,6 +136,8 @@ def _choice_of(served: Served, body: protocol.ChatRequest) -> tuple[list[Tool], 
     most = 1 if body.parallel_tool_calls is False or isinstance(choice, protocol.NamedTool) else _MOST_CALLS
     try:
         return callable_, Guide.grammar(served.tools.grammar(callable_, most, served.added_tokens))
+    except ValueError as error:
+        raise invalid(str(error), "tools") from None
     except NotImplementedError:
         raise invalid(
             "tool_choice: in this model's format calls cannot be forced: set it to 'auto'", "tool_choice"

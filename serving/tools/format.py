@@ -34,7 +34,7 @@ class ToolFormat(ABC):
         """llguidance's Lark grammar of an answer of 1 to ``most`` calls of ``tools``.
 
         ``added`` are the numbers of the tokenizer's added tokens. Raises NotImplementedError, as by default, for a
-        format in which calls cannot be forced.
+        format in which calls cannot be forced, and ValueError for a tool that it cannot write.
         """
         raise NotImplementedError
 

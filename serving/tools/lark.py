@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
+
+
+_ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 
 
 class Lark:
@@ -37,6 +41,25 @@ class Lark:
         """The grammar of ``begin``, any of ``calls`` and ``end``."""
         more = f"({separator} call){{0,{most - 1}}}" if most > 1 else ""
         return "\n".join([f"start: {begin} call {more} {end}", f"call: {' | '.join(calls)}", *self._rules])
+
+
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The properties of a client's ``schema``; none if it has no object of them."""
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def required_of(schema: Mapping[str, Any]) -> set[str]:
+    """The names of required properties; none if ``schema`` has no list of them."""
+    found = schema.get("required")
+    return {each for each in found if isinstance(each, str)} if isinstance(found, list) else set()
+
+
+def shared_of(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The definitions that each of a schema's properties needs by itself; None if a reference leads elsewhere."""
+    if _ELSEWHERE.search(json.dumps(properties_of(schema))):
+        return None
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
 def quoted(text: str) -> str:

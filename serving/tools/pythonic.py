@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .format import ToolFormat
-from .lark import Lark, quoted
+from .lark import Lark, properties_of, quoted, required_of, shared_of
 from .literals import json_of
 from .parser import CallReader, Tool, ToolParser
 from .text import Read
@@ -38,6 +38,8 @@ _IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 class PythonicReader(CallReader):
     _maybe = re.compile(r"[<\[]")
     _again = False
+    _first = True  # whether the call has no argument yet
+    _before = ""  # read before a value that has no name
 
     def _calls(self) -> Read[bool]:
         text = self._text
@@ -174,7 +176,17 @@ class Pythonic(ToolFormat):
         )
 
 
-_SIMPLE = {"type", "properties", "required", "additionalProperties", "description", "title", "$defs", "$schema"}
+_SIMPLE = {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "description",
+    "title",
+    "$defs",
+    "definitions",
+    "$schema",
+}
 
 
 def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
@@ -182,19 +194,18 @@ def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
 
     Values are JSON, which the parser takes, too. A schema that says more than its properties gets ``**{...}``.
     """
-    properties: Mapping[str, Any] = schema.get("properties") or {}
-    required = [each for each in properties if each in schema.get("required", ())]
+    properties, wanted = properties_of(schema), required_of(schema)
+    required = [each for each in properties if each in wanted]
     if not schema or (not properties and schema.get("additionalProperties") is False):
         return ""
     if (
         not properties
         or set(schema) - _SIMPLE
-        or set(schema.get("required", ())) - set(properties)
+        or wanted - set(properties)
         or not all(each.isidentifier() and each.isascii() for each in properties)
-        or re.search(r'"\$ref": "#(?!/\$defs/)', json.dumps(properties))
+        or (shared := shared_of(schema)) is None
     ):
         return f"{quoted('**')} {lark.object(schema)}"
-    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
     parts = {each: lark.rule(f"{quoted(each + '=')} {_literal(lark, properties[each], shared)}") for each in properties}
     rest, optional = "", []
     for each in reversed([each for each in properties if each not in required]):

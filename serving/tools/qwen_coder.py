@@ -24,7 +24,7 @@ from typing import Any
 from .format import ToolFormat
 from .hermes import BEGIN, END, HermesReader
 from .json_calls import CLOSERS
-from .lark import Lark, quoted
+from .lark import Lark, properties_of, quoted, required_of, shared_of
 from .literals import value_of
 from .parser import Tool, ToolParser
 from .text import SPACE, Read
@@ -138,10 +138,8 @@ class QwenCoderReader(HermesReader):
 
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
     """JSON's types that ``schema`` takes for its property ``key``; empty: any. One that it does not have is text."""
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping) or key not in properties:
-        return {"string"}
-    return set(_types(properties[key], schema, 0))
+    properties = properties_of(schema)
+    return set(_types(properties[key], schema, 0)) if key in properties else {"string"}
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
@@ -158,7 +156,8 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
         yield from (_TYPES.get(type(each), "object") for each in values)
     else:
         for name in ("anyOf", "oneOf", "allOf"):
-            for each in schema.get(name) or ():
+            found = schema.get(name)
+            for each in found if isinstance(found, list) else ():
                 yield from _types(each, root, depth + 1)
         target: Any = root
         if isinstance(path := schema.get("$ref"), str) and path.startswith("#"):
@@ -219,13 +218,22 @@ _AFTER = f"\n{PARAMETER_END}\n"
 
 def _elements(lark: Lark, schema: Mapping[str, Any], text: str) -> str:
     """Lark of the parameters of ``schema`` in the order of its properties; ``text`` is the rule of a text's rest."""
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
+    properties, required = properties_of(schema), required_of(schema)
+    if "properties" not in schema:
         name = lark.rule("/[A-Za-z_][A-Za-z0-9_]*/")
         return f"({quoted(PARAMETER)} {name} {quoted('>' + chr(10))} {text})*" if schema else ""
     found = []
-    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    shared = shared_of(schema)
+    if shared is None:
+        raise ValueError(
+            "tools: in this model's format of calls a schema refers to nothing but its $defs and definitions: move there "
+            "what it refers to"
+        )
     for key, each in properties.items():
+        if key != key.strip() or not _NAME.fullmatch(key) or not key:
+            raise ValueError(
+                f"tools: the property {key!r} cannot be written in this model's format of calls: rename it"
+            )
         begin = quoted(f"{PARAMETER}{key}>\n")
         if types_of(schema, key) != {"string"}:
             value = f"{lark.json({**each, **shared} if isinstance(each, Mapping) else {})} {quoted(_AFTER)}"
@@ -235,5 +243,5 @@ def _elements(lark: Lark, schema: Mapping[str, Any], text: str) -> str:
             value = f"({' | '.join(map(quoted, options))}) {quoted(_AFTER)}"
         else:
             value = text
-        found.append(f"{begin} {value}" if key in schema.get("required", ()) else f"({begin} {value})?")
+        found.append(f"{begin} {value}" if key in required else f"({begin} {value})?")
     return " ".join(found)
