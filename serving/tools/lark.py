@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-
 _ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 
 

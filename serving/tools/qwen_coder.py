@@ -226,7 +226,7 @@ def _elements(lark: Lark, schema: Mapping[str, Any], text: str) -> str:
     shared = shared_of(schema)
     if shared is None:
         raise ValueError(
-            "tools: in this model's format of calls a schema refers to nothing but its $defs and definitions: move there "
+            "tools: in this model's format of calls a schema refers only to its $defs and definitions: move there "
             "what it refers to"
         )
     for key, each in properties.items():
