@@ -19,6 +19,8 @@ from vllm_models import MODELS, folder_of
 PATIENCE_S = 120  # for an answer of the server
 # vLLM's options that the server has as well.
 KEPT = ("--chat-template", "--max-logprobs", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")
+# Its formats of calls that the server has as well, under these names.
+TOOL_PARSERS = {"hermes", "llama3_json", "llama4_pythonic", "mistral", "pythonic", "qwen3_coder", "qwen3_xml"}
 # Those on which no answer depends, with the number of their values: the lane's models are in fp32, without code.
 WITHOUT_EFFECT = {
     "--config-format": 1,
@@ -53,7 +55,7 @@ MISSING = {
     "--root-path": 1,
     "--skip-tokenizer-init": 0,
     "--tokenizer": 1,
-    "--tool-call-parser": 1,
+    "--tool-call-parser": 1,  # with a format that the server does not have
     "--trust-remote-code": 0,
     "--watermark-config": 1,
 }
@@ -65,7 +67,7 @@ def translated(arguments: list[str]) -> list[str]:
     left = [part for argument in arguments for part in _parts(argument)]
     while left:
         option = left.pop(0)
-        if option in KEPT:
+        if option in KEPT or (option == "--tool-call-parser" and left[0] in TOOL_PARSERS):
             found += [option, left.pop(0)]
         elif option in (dropped := WITHOUT_EFFECT | MISSING):
             del left[: dropped[option]]
