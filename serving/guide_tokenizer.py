@@ -9,38 +9,37 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _NO_TEXT = "\U0010ffff"  # a noncharacter, which text for interchange does not contain (Unicode, section 23.7)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # sentencepiece's tokens of single bytes
-_IN_LARK = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)*/|(?P<name><[^<>\s]+>)')
+_ADDED = '"added_tokens":'
+# Comments, texts and patterns, to their ends if they have any, so that the time is linear; and names.
+_IN_LARK = re.compile(
+    r"""//[^\n]*|"[^"\\\n]*(?:\\.[^"\\\n]*)*"?|/[^/\\]*(?:\\.[^/\\]*)*/?|(?P<name><[^<>\s]+>)""", re.DOTALL
+)
 
 
 def spelling(tokenizer: str) -> tuple[str, dict[str, int]]:
     """``tokenizer``, the JSON of a tokenizers.Tokenizer, without added tokens in its text, and these tokens' numbers.
 
-    A token that the model's merges can make keeps its name.
+    A token keeps its name if the model's merges make it, or make others of it.
     """
-    parts: dict[str, Any] = json.loads(tokenizer)
-    found = {each["content"]: each for each in parts["added_tokens"] if _no_text(each)}
-    model = parts["model"]
-    for merge in model.get("merges") or ():
-        found.pop("".join(merge.split(" ") if isinstance(merge, str) else merge), None)
+    start = tokenizer.index(_ADDED) + len(_ADDED)
+    added, end = json.JSONDecoder().raw_decode(tokenizer, start)
+    found = {each["content"]: each for each in added if _no_text(each)}
+    rest = tokenizer[end:]
+    if any(json.dumps(name, ensure_ascii=False) in rest for name in found):  # the model's vocabulary has it
+        parts = json.loads("{" + rest.lstrip().removeprefix(","))
+        _rename(parts["model"], found)
+        rest = "," + json.dumps(parts).removeprefix("{")
     if not found:
         return tokenizer, {}
     numbers = {name: each["id"] for name, each in found.items()}
     for each in found.values():
         each.update(content=_NO_TEXT + each["content"], special=True)
-    vocabulary = model.get("vocab")
-    if isinstance(vocabulary, dict):
-        model["vocab"] = {_renamed(name, found): number for name, number in vocabulary.items()}
-    elif vocabulary is not None:  # of a unigram model, with scores
-        model["vocab"] = [[_renamed(name, found), *rest] for name, *rest in vocabulary]
-    if model.get("unk_token") is not None:
-        model["unk_token"] = _renamed(model["unk_token"], found)
-    parts["post_processor"] = None  # it names tokens, and a guide's text has none around it
-    return json.dumps(parts), numbers
+    return tokenizer[:start] + json.dumps(added) + rest, numbers
 
 
 def by_number(lark: str, numbers: Mapping[str, int]) -> str:
@@ -54,10 +53,26 @@ def by_number(lark: str, numbers: Mapping[str, int]) -> str:
 
 
 def _no_text(token: Mapping[str, Any]) -> bool:
-    """Whether llguidance takes an added token for no text."""
+    """Whether llguidance takes an added token for no text; one of a single letter may be needed to spell others."""
     name: str = token["content"]
-    return bool(token["special"] or (name.startswith("<") and name.endswith(">") and not _BYTE.fullmatch(name)))
+    named = name.startswith("<") and name.endswith(">") and not _BYTE.fullmatch(name)
+    return len(name) > 1 and bool(token["special"] or named)
 
 
-def _renamed(name: str, found: Mapping[str, Any]) -> str:
+def _rename(model: dict[str, Any], found: dict[str, Any]) -> None:
+    """Rename the tokens of ``found`` in a model's vocabulary, and drop those from it that merges need."""
+    for merge in model.get("merges") or ():
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        for name in (left, right, left + right):
+            found.pop(name, None)
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {_renamed(name, found): number for name, number in vocabulary.items()}
+    elif vocabulary is not None:  # of a unigram model, with scores
+        model["vocab"] = [[_renamed(name, found), *rest] for name, *rest in vocabulary]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = _renamed(model["unk_token"], found)
+
+
+def _renamed(name: str, found: Collection[str]) -> str:
     return _NO_TEXT + name if name in found else name

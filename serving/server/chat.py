@@ -147,7 +147,7 @@ def _choice_of(served: Served, body: protocol.ChatRequest) -> tuple[list[Tool], 
 async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller) -> Asked:
     """What the engine is asked. Raises ApiError."""
     translate.check(body)
-    tools, forced = _choice_of(served, body)
+    tools, forced = await served.aside(_choice_of, served, body) if caller.large else _choice_of(served, body)
     guide = translate.guide(served, body)
     if forced is not None and body.structured_outputs is not None:
         raise invalid("a tool has to be called, and structured_outputs asks for another answer", "structured_outputs")

@@ -16,7 +16,7 @@ from .parser import CallReader
 from .text import Read
 
 _ARGUMENTS = ("arguments", "parameters")
-_PLAIN = re.compile(r'[^"{}\[\]<]*')  # the rest of a list or an object outside of strings
+_PLAIN = re.compile(r'[^"{}\[\]<\\]*')  # the rest of a list or an object outside of strings
 _SCALAR = re.compile(r"[-+.\w]*")
 CLOSERS = re.compile(r"[\s}\]]*")
 
@@ -63,10 +63,9 @@ class JsonReader(CallReader):
         whole = yield from self._members()
         if self.calls == before:
             return False
-        if whole or self._end():
-            self._text.forget()
-        elif not self.cut:  # after arguments that are not broken
-            self._text.back()
+        if not (whole or self._end()):
+            self._say(self._text.since())  # what is no JSON after the arguments
+        self._text.forget()
         return True
 
     def _members(self) -> Read[bool]:
@@ -93,7 +92,7 @@ class JsonReader(CallReader):
                     return False
                 arguments = ""
                 text.save()
-            elif not (yield from self._value(pieces.append)):
+            elif not (yield from self._value(pieces.append, strict=True)):
                 return False
             elif key in _ARGUMENTS and arguments is None:
                 arguments = _text_of("".join(pieces))
@@ -139,8 +138,12 @@ class JsonReader(CallReader):
         found = _loaded("".join(pieces))
         return found if isinstance(found, str) else None
 
-    def _value(self, sink: Callable[[str], object]) -> Read[bool]:
-        """Read a value into ``sink``, as it is written; False if there is none, or not all of it."""
+    def _value(self, sink: Callable[[str], object], strict: bool = False) -> Read[bool]:
+        """Read a value into ``sink``, as it is written; False if there is none, or not all of it.
+
+        A ``strict`` one has no backslash outside of strings: then of two readings that begin at different places within
+        a text one ends soon, and reading again what became no call takes no more than linear time.
+        """
         text = self._text
         first = yield from text.peek()
         if first == '"':
@@ -162,6 +165,8 @@ class JsonReader(CallReader):
             elif letter and self._ends and letter == self._ends[0][0] and (mark := (yield from text.mark(self._ends))):
                 text.at -= len(mark)
                 return False
+            elif letter == "\\" and strict:
+                return False
             elif letter:
                 sink(letter)
                 text.at += 1
@@ -178,7 +183,7 @@ class _Broken:
 def _loaded(text: str) -> object:
     try:
         return json.loads(text, strict=False)  # models write line breaks in strings
-    except ValueError:
+    except (ValueError, RecursionError):
         return _Broken()
 
 
@@ -189,4 +194,4 @@ def _text_of(value: str) -> str:
     found = _loaded(value) if value.startswith('"') else None
     if not isinstance(found, str):
         return value
-    return "{}" if not found.strip() else found if found.lstrip().startswith("{") else value
+    return "{}" if not found.strip() else found if isinstance(_loaded(found), dict) else value

@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
+SIMPLE = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", *ANNOTATIONS}
+_MOST = 8 << 20  # characters of a grammar
 _ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 
 
@@ -19,6 +22,7 @@ class Lark:
     def __init__(self, added: Mapping[str, int]) -> None:
         self._added = added
         self._rules: list[str] = []
+        self._size = 0
 
     def mark(self, text: str) -> str:
         return f"<[{self._added[text]}]>" if text in self._added else quoted(text)
@@ -27,11 +31,23 @@ class Lark:
         """The name of a new rule, with llguidance's ``attributes``."""
         name = f"rule_{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
+        self._size += len(self._rules[-1])
+        if self._size > _MOST:
+            raise ValueError(
+                f"tools: their schemas make a grammar of more than {_MOST >> 20} MiB in this model's format of calls: "
+                "give fewer tools, or shorter definitions"
+            )
         return name
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """The name of a rule for a JSON value of ``schema``, without space, with which a weak model might go on."""
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})}")
+
+    def part(self, schema: Any, shared: Mapping[str, Any]) -> str:
+        """The name of a rule for a value of a property's ``schema``, which may refer to the ``shared`` definitions."""
+        if not isinstance(schema, Mapping):
+            return self.json({})
+        return self.json({**schema, **shared} if '"$ref"' in json.dumps(schema) else schema)
 
     def object(self, schema: Mapping[str, Any]) -> str:
         return self.json({**schema, "type": "object"})

@@ -8,10 +8,10 @@ import re
 from typing import Any
 
 _DEEPEST = 64  # lists and dictionaries within each other
+_NUMBER = r"[-+]?(?:0[xX][0-9a-fA-F]+|(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)(?![\w.])"
 _TOKEN = re.compile(
     r"""\s*(?:(?P<string>'''(?:[^\\]|\\.)*?'''|\"\"\"(?:[^\\]|\\.)*?\"\"\"|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-    r"""|(?P<number>[-+]?(?:0[xX][0-9a-fA-F]+|(?:\d[\d_]*)?\.?\d[\d_]*\.?(?:[eE][-+]?\d+)?))"""
-    r"""|(?P<name>[A-Za-z]+)|(?P<sign>[][{}(),:]))""",
+    rf"|(?P<number>{_NUMBER})|(?P<name>[A-Za-z]+)|(?P<sign>[][{{}}(),:]))",
     re.DOTALL,
 )
 _ENDS = {"{": "}", "[": "]", "(": ")"}
@@ -38,9 +38,19 @@ def value_of(source: str) -> Any:
 def json_of(source: str) -> str | None:
     """The JSON of a literal; None if there is none."""
     try:
-        return json.dumps(value_of(source), ensure_ascii=False, allow_nan=False)
+        return dumped(value_of(source))
     except ValueError:
         return None
+
+
+def dumped(value: Any) -> str:
+    """The JSON of ``value``, with escapes only where it needs them. Raises ValueError for an infinity."""
+    found = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        found.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        found = json.dumps(value, allow_nan=False)
+    return found
 
 
 class _Reader:
@@ -65,14 +75,16 @@ class _Reader:
             return _number(text)
         if kind == "name" and text in _NAMES:
             return _NAMES[text]
-        if text in _ENDS:
-            return self.items(_ENDS[text], depth + 1)
-        raise NotLiteral
+        if text not in _ENDS:
+            raise NotLiteral
+        found, comma = self.items(_ENDS[text], depth + 1)
+        return found[0] if text == "(" and len(found) == 1 and not comma else found
 
-    def items(self, end: str, depth: int) -> list[Any] | dict[str, Any]:
-        """The values up to ``end``; those of a dictionary have keys, and a set is a list."""
+    def items(self, end: str, depth: int) -> tuple[Any, bool]:
+        """The values up to ``end``, and whether a comma is last; those of a dictionary have keys, a set is a list."""
         found: list[Any] = []
         keys: list[str] = []
+        comma = False
         while not self.ends(end):
             value = self.value(depth)
             if end == "}" and self.ends(":"):
@@ -81,13 +93,14 @@ class _Reader:
                 keys.append(value)
                 value = self.value(depth)
             found.append(value)
-            if not self.ends(","):
+            comma = self.ends(",")
+            if not comma:
                 if not self.ends(end):
                     raise NotLiteral
                 break
         if len(keys) not in (0, len(found)):
             raise NotLiteral
-        return dict(zip(keys, found)) if keys or (end == "}" and not found) else found
+        return (dict(zip(keys, found)) if keys or (end == "}" and not found) else found), comma
 
     def ends(self, sign: str) -> bool:
         """Read ``sign`` if it is next."""
@@ -99,13 +112,20 @@ class _Reader:
 
 
 def _text(source: str) -> str:
-    if "\n" in source and source[:3] not in ("'''", '"""'):  # models write line breaks in strings
-        source = source.replace("\r", "\\r").replace("\n", "\\n")
+    if source[0] == '"':
+        try:
+            found = json.loads(source, strict=False)  # of surrogate pairs and of \\/ JSON knows more
+            if isinstance(found, str):
+                return found
+        except ValueError:
+            pass
+    if source[:3] not in ("'''", '"""'):  # models write line breaks in strings
+        source = f"{2 * source[0]}{source}{2 * source[0]}"
     try:
-        found: str = ast.literal_eval(source)
+        found = ast.literal_eval(source)
     except (ValueError, SyntaxError) as error:
         raise NotLiteral from error
-    return found
+    return str(found)
 
 
 def _number(source: str) -> int | float:

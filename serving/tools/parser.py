@@ -172,7 +172,8 @@ class CallReader(ABC):
 
     def _callable(self, name: str, marked: bool = True) -> bool:
         """Whether a call may have this ``name``; without a mark it is that of a tool, where tools are known."""
-        return 0 < len(name) <= LONGEST_NAME and (marked or not self._tools or name in self._tools)
+        known = marked or not self._tools or name in self._tools
+        return 0 < len(name) <= LONGEST_NAME and name.isprintable() and known
 
     def _end(self) -> bool:
         """Whether the answer has ended here."""

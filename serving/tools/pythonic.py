@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .format import ToolFormat
-from .lark import Lark, properties_of, quoted, required_of, shared_of
+from .lark import ANNOTATIONS, SIMPLE, Lark, properties_of, quoted, required_of, shared_of
 from .literals import json_of
 from .parser import CallReader, Tool, ToolParser
 from .text import Read
@@ -108,10 +108,10 @@ class PythonicReader(CallReader):
         self.cut = not (yield from self._value(pieces.append))
         written = "".join(pieces).strip()
         value = None if self.cut else json_of(written)
-        if value is not None and key == "**" and value.startswith("{"):
-            told = value[1:-1]
+        if key == "**":  # its braces are the call's
+            told = value[1:-1] if value is not None and value[0] == "{" else written.removeprefix("{")
         else:
-            told = f"{json.dumps(key)}: " * (key not in ("", "**")) + (written if value is None else value)
+            told = f"{json.dumps(key)}: " * bool(key) + (written if value is None else value)
         if told:
             self._more(told if self._first else f", {told}")
             self._first = False
@@ -176,19 +176,6 @@ class Pythonic(ToolFormat):
         )
 
 
-_SIMPLE = {
-    "type",
-    "properties",
-    "required",
-    "additionalProperties",
-    "description",
-    "title",
-    "$defs",
-    "definitions",
-    "$schema",
-}
-
-
 def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
     """Lark of the arguments of ``schema``: ``key=value`` in the order of its properties, required ones first.
 
@@ -200,7 +187,7 @@ def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
         return ""
     if (
         not properties
-        or set(schema) - _SIMPLE
+        or set(schema) - SIMPLE
         or wanted - set(properties)
         or not all(each.isidentifier() and each.isascii() for each in properties)
         or (shared := shared_of(schema)) is None
@@ -217,6 +204,6 @@ def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
 
 
 def _literal(lark: Lark, schema: Any, shared: Mapping[str, Any]) -> str:
-    if isinstance(schema, Mapping) and schema.get("type") == "boolean" and "enum" not in schema:
+    if isinstance(schema, Mapping) and schema.get("type") == "boolean" and not set(schema) - {"type", *ANNOTATIONS}:
         return '("True" | "False")'
-    return lark.json({**schema, **shared} if isinstance(schema, Mapping) else {})
+    return lark.part(schema, shared)

@@ -24,8 +24,8 @@ from typing import Any
 from .format import ToolFormat
 from .hermes import BEGIN, END, HermesReader
 from .json_calls import CLOSERS
-from .lark import Lark, properties_of, quoted, required_of, shared_of
-from .literals import value_of
+from .lark import SIMPLE, Lark, properties_of, quoted, required_of, shared_of
+from .literals import dumped, value_of
 from .parser import Tool, ToolParser
 from .text import SPACE, Read
 
@@ -47,14 +47,18 @@ _TYPES = {
     type(None): "null",
     dict: "object",
 }
+_LONGEST_CHAIN = 16  # of references of a schema as a whole
 _BOOLEANS = {"true": "true", "1": "true", "false": "false", "0": "false"}
-_DEEPEST = 16  # references and alternatives of a schema
 
 
 class QwenCoderReader(HermesReader):
     """Also reads Hermes's calls, which these models make at times."""
 
     _ends = (*_ENDS, *_BEGINS)
+
+    def __init__(self, tools: Iterable[Tool] = (), thought: str = "") -> None:
+        self._types: dict[tuple[str, str], set[str]] = {}  # of tools' parameters
+        super().__init__(tools, thought)
 
     def _calls(self) -> Read[bool]:
         text = self._text
@@ -72,7 +76,7 @@ class QwenCoderReader(HermesReader):
         if not self._callable(name, mark != FUNCTION):
             return False
         self._begin(name)
-        yield from self._parameters(self._tools.get(name, Tool(name)).parameters)
+        yield from self._parameters(name)
         yield from self._close(_ENDS, _BEGINS, SPACE)
         return True
 
@@ -81,8 +85,14 @@ class QwenCoderReader(HermesReader):
         name = (yield from self._text.skip(_NAME)).strip()
         return name if (yield from self._text.next(">")) else ""
 
-    def _parameters(self, schema: Mapping[str, Any]) -> Read[None]:
-        """Read the parameters of a call and its end, or up to what is neither."""
+    def _types_of(self, name: str, key: str) -> set[str]:
+        if (name, key) not in self._types:
+            schema = self._tools[name].parameters if name in self._tools else {}
+            self._types[name, key] = types_of(schema, key)
+        return self._types[name, key]
+
+    def _parameters(self, name: str) -> Read[None]:
+        """Read the parameters of a call of ``name`` and its end, or up to what is neither."""
         text, separator = self._text, "{"
         while True:
             text.save()
@@ -91,7 +101,7 @@ class QwenCoderReader(HermesReader):
             if mark == PARAMETER and (key := (yield from self._name())):
                 self._more(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
                 separator = ", "
-                yield from self._parameter(types_of(schema, key))
+                yield from self._parameter(self._types_of(name, key))
                 if not self.cut:
                     continue
             elif mark != FUNCTION_END and (self._end() or text.ends_within(_MARKS)):
@@ -138,32 +148,61 @@ class QwenCoderReader(HermesReader):
 
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
     """JSON's types that ``schema`` takes for its property ``key``; empty: any. One that it does not have is text."""
+    schema = _unfolded(schema)
     properties = properties_of(schema)
-    return set(_types(properties[key], schema, 0)) if key in properties else {"string"}
+    if key not in properties:
+        return {"string"}
+    found: set[str] = set()
+    for each in _branches(properties[key], schema):
+        kinds = each.get("type")
+        if each.get("nullable") is True:
+            found.add("null")
+        if isinstance(kinds, str | list):  # others than JSON's are no types, except for Python's name of text
+            named = [kinds] if isinstance(kinds, str) else [kind for kind in kinds if isinstance(kind, str)]
+            found |= {"string" if kind == "str" else kind for kind in named if kind in (*_TYPES.values(), "str")}
+        elif isinstance(each.get("enum"), list):
+            found |= {_TYPES[type(value)] for value in each["enum"]}
+        elif "const" in each:
+            found.add(_TYPES[type(each["const"])])
+    return found
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
-        return
-    kinds = schema.get("type")
-    if schema.get("nullable") is True:
-        yield "null"
-    if isinstance(kinds, str | list):  # others than JSON's are no types, except for Python's name of text
-        named = [kinds] if isinstance(kinds, str) else kinds
-        yield from ("string" if each == "str" else each for each in named if each in (*_TYPES.values(), "str"))
-    elif "enum" in schema or "const" in schema:
-        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
-        yield from (_TYPES.get(type(each), "object") for each in values)
-    else:
+def _branches(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """``schema`` and its alternatives, also those that it refers to, each once: the work is bounded by its size."""
+    seen: set[str] = set()
+    left = [schema]
+    while left:
+        each = left.pop()
+        if not isinstance(each, Mapping):
+            continue
+        yield each
         for name in ("anyOf", "oneOf", "allOf"):
-            found = schema.get(name)
-            for each in found if isinstance(found, list) else ():
-                yield from _types(each, root, depth + 1)
-        target: Any = root
-        if isinstance(path := schema.get("$ref"), str) and path.startswith("#"):
-            for part in path.split("/")[1:]:
-                target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-            yield from _types(target, root, depth + 1)
+            found = each.get(name)
+            left += found if isinstance(found, list) else []
+        path = each.get("$ref")
+        if isinstance(path, str) and path not in seen:
+            seen.add(path)
+            left.append(_target(path, root))
+
+
+def _unfolded(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``schema`` with what it refers to as a whole in the place of the reference."""
+    for _ in range(_LONGEST_CHAIN):
+        path = schema.get("$ref")
+        target = _target(path, schema) if isinstance(path, str) else None
+        if not isinstance(target, Mapping):
+            break
+        schema = {**{name: value for name, value in schema.items() if name != "$ref"}, **target}
+    return schema
+
+
+def _target(path: str, root: Any) -> Any:
+    """What the reference ``path`` leads to within ``root``; None if nowhere."""
+    if not path.startswith("#"):
+        return None
+    for part in path.split("/")[1:]:
+        root = root.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root
 
 
 def json_of_text(written: str, types: Collection[str]) -> str:
@@ -171,14 +210,14 @@ def json_of_text(written: str, types: Collection[str]) -> str:
     word = written.strip()
     if "null" in types and (word == "None" or word.lower() == "null"):
         return "null"
-    if "boolean" in types and word.lower() in _BOOLEANS:
+    if "boolean" in types and word.lower() in _BOOLEANS and not (word in "01" and {"integer", "number"} & set(types)):
         return _BOOLEANS[word.lower()]
     try:
         value, found = json.loads(word, parse_constant=_refuse), word
     except (ValueError, RecursionError):
         try:
             value = value_of(word)
-            found = json.dumps(value, ensure_ascii=False)
+            found = dumped(value)
         except ValueError:
             value = found = ""
     kind = _TYPES[type(value)]
@@ -201,47 +240,76 @@ class QwenCoder(ToolFormat):
         return QwenCoderReader(tools, thought)
 
     def grammar(self, tools: Sequence[Tool], most: int, added: Mapping[str, int]) -> str:
-        """The grammar, in which a text is any without an end mark, whatever its schema says of its form."""
+        """The grammar, in which a text is any that the parser does not end, whatever its schema says of its form."""
         lark = Lark(added)
         begin, end = next((pair for pair in SEED.items() if pair[0] in self.sample), (BEGIN, END))
-        text = lark.rule("/(.|\\n)*/", f"[suffix={quoted(_AFTER)}]")
+        text = lark.rule(_ANY_TEXT, f"[suffix={quoted(PARAMETER_END + chr(10))}]")
         calls = [
             f"{lark.mark(begin)} {quoted(f'{chr(10)}{FUNCTION}{each.name}>{chr(10)}')} "
-            f"{_elements(lark, each.parameters, text)} {quoted(FUNCTION_END + chr(10))} {lark.mark(end)}"
+            f"{_elements(lark, each, text)} {quoted(FUNCTION_END + chr(10))} {lark.mark(end)}"
             for each in tools
         ]
         return lark.source(calls, most, quoted("\n"))
 
 
-_AFTER = f"\n{PARAMETER_END}\n"
+_ANY_TEXT = r"/(.|\n)*/ & ~/(.|\n)*(<parameter=|<\/function>)(.|\n)*/"
+_MARKED = re.compile(f"{PARAMETER_END}|{PARAMETER}|{FUNCTION_END}")
 
 
-def _elements(lark: Lark, schema: Mapping[str, Any], text: str) -> str:
-    """Lark of the parameters of ``schema`` in the order of its properties; ``text`` is the rule of a text's rest."""
+def _elements(lark: Lark, tool: Tool, text: str) -> str:
+    """Lark of a tool's parameters in the order of its properties; ``text`` is the rule of a text and its end.
+
+    Raises ValueError for a schema that this format cannot write.
+    """
+    schema = _unfolded(tool.parameters)
     properties, required = properties_of(schema), required_of(schema)
+    if more := set(schema) - SIMPLE:
+        raise _unwritable(tool, f"with {min(more)!r} outside of its properties")
+    if absent := required - set(properties):
+        raise _unwritable(tool, f"that requires {min(absent)!r}, which is none of its properties")
     if "properties" not in schema:
         name = lark.rule("/[A-Za-z_][A-Za-z0-9_]*/")
-        return f"({quoted(PARAMETER)} {name} {quoted('>' + chr(10))} {text})*" if schema else ""
+        any_ = f"({quoted(PARAMETER)} {name} {quoted('>' + chr(10))} {text})*"
+        return "" if not schema or schema.get("additionalProperties") is False else any_
+    if (shared := shared_of(schema)) is None:
+        raise _unwritable(tool, "that refers to more than its $defs and definitions")
     found = []
-    shared = shared_of(schema)
-    if shared is None:
-        raise ValueError(
-            "tools: in this model's format of calls a schema refers only to its $defs and definitions: move there "
-            "what it refers to"
-        )
-    for key, each in properties.items():
+    for key in properties:
         if key != key.strip() or not _NAME.fullmatch(key) or not key:
-            raise ValueError(
-                f"tools: the property {key!r} cannot be written in this model's format of calls: rename it"
-            )
-        begin = quoted(f"{PARAMETER}{key}>\n")
-        if types_of(schema, key) != {"string"}:
-            value = f"{lark.json({**each, **shared} if isinstance(each, Mapping) else {})} {quoted(_AFTER)}"
-        elif isinstance(options := each.get("enum", [each.get("const")]), list) and all(
-            isinstance(option, str) for option in options
-        ):
-            value = f"({' | '.join(map(quoted, options))}) {quoted(_AFTER)}"
-        else:
-            value = text
-        found.append(f"{begin} {value}" if key in required else f"({begin} {value})?")
+            raise _unwritable(tool, f"with a property {key!r}")
+        element = f"{quoted(f'{PARAMETER}{key}>{chr(10)}')} {_value(lark, tool, schema, key, text, shared)}"
+        found.append(element if key in required else f"({element})?")
     return " ".join(found)
+
+
+def _value(lark: Lark, tool: Tool, schema: Mapping[str, Any], key: str, text: str, shared: Mapping[str, Any]) -> str:
+    """Lark of the value of the parameter ``key`` of a tool's ``schema``, and of its end."""
+    end = quoted(f"\n{PARAMETER_END}\n")
+    options = _options(properties_of(schema)[key], schema)
+    if options:
+        written = [each if isinstance(each, str) else json.dumps(each) for each in options]
+        if marked := next(filter(_MARKED.search, written), None):
+            raise _unwritable(tool, f"with the value {marked!r}")
+        return f"({' | '.join(map(quoted, written))}) {end}"
+    if options is None and "string" in types_of(schema, key):
+        return text
+    return f"{lark.part(properties_of(schema)[key], shared)} {end}"
+
+
+def _options(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
+    """The values that a schema takes, if it names all of them; None if it does not."""
+    found: list[Any] = []
+    for each in _branches(schema, root):
+        if isinstance(each.get("enum"), list):
+            found += each["enum"]
+        elif "const" in each:
+            found.append(each["const"])
+        elif each.get("type") == "null":
+            found.append(None)
+        elif not {"anyOf", "oneOf", "$ref"} & set(each):
+            return None
+    return found if any(isinstance(each, str) for each in found) else None
+
+
+def _unwritable(tool: Tool, what: str) -> ValueError:
+    return ValueError(f"tools: {tool.name} has a schema {what}: in this model's format its calls cannot be forced")

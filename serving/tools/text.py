@@ -41,6 +41,11 @@ class Text:
         """Keep nothing any more."""
         self._kept = None
 
+    def since(self) -> str:
+        """What was read since the saved place."""
+        assert self._kept is not None
+        return "".join([*self._kept, self.held[self._from : self.at]])
+
     def back(self) -> int:
         """Continue at the saved place, and return how much was read since then."""
         assert self._kept is not None
@@ -52,7 +57,9 @@ class Text:
 
     def ends_within(self, marks: Collection[str]) -> bool:
         """Whether the text ends here, within one of ``marks`` or before it; if so, that is read."""
-        if not self.ended or not any(each.startswith(self.held[self.at :]) for each in marks):
+        if not self.ended or len(self.held) - self.at > max(map(len, marks), default=0):
+            return False
+        if not any(each.startswith(self.held[self.at :]) for each in marks):
             return False
         self.at = len(self.held)
         return True
