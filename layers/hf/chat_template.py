@@ -101,9 +101,18 @@ class ChatTemplate:
         return Marked(text, list(marks))
 
     @staticmethod
-    def begun_thought(prompt: str) -> str:
-        """The mark of the thought that a rendered ``prompt`` opens at its end; "" if it does not."""
-        return next((each for each in THOUGHTS if prompt.rstrip().endswith(each)), "")
+    def begun_thought(prompt: str, said: str = "") -> str:
+        """The mark of the thought that a rendered ``prompt`` opens at its end; "" if it does not.
+
+        ``said`` is the content of the message that the answer continues, if it does.
+        """
+        prompt, said = prompt.rstrip(), said.lstrip()
+        begun = (
+            each
+            for each, end in THOUGHTS.items()
+            if prompt.endswith(each) or (said.startswith(each) and end not in said)
+        )
+        return next(begun, "")
 
     def sample_call(self) -> str:
         """What the template adds to a chat for a call of PROBE_TOOL with PROBE_ARGUMENTS; "" if it refuses."""

@@ -77,12 +77,18 @@ async def prompt_of(
     chosen = {"add_generation_prompt": begin_answer, "continue_final_message": continue_last, **(more or {})}
     render = functools.partial(_rendered, served, messages, tools, chosen)
     text = await served.aside(render) if large else render()
-    return Prompt(await served.encode(text, special, most), served.template.begun_thought(text))
+    said = _text(messages[-1]) if continue_last else ""
+    return Prompt(await served.encode(text, special, most), served.template.begun_thought(text, said))
 
 
 def _characters(message: protocol.Message) -> int:
     content = message.content or ""
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+def _text(message: protocol.Message) -> str:
+    content = message.content
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
 def _rendered(
@@ -101,8 +107,7 @@ def _rendered(
 def _plain(message: protocol.Message) -> dict[str, Any]:
     """The message in templates' form: text in one piece, and arguments of calls as an object."""
     plain = message.model_dump(exclude_none=True)
-    content = message.content
-    plain["content"] = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+    plain["content"] = _text(message)
     for call in plain.get("tool_calls", []):
         call["function"]["arguments"] = _object(call["function"]["arguments"])
     return plain
@@ -175,7 +180,8 @@ async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller)
     )
     tokens = translate.truncated(served, body, prompt.tokens, asked or 1, False)
     check_prompt_bytes(served, prompt_bytes(len(tokens), None, scored), "prompt_logprobs")
-    request = form.request(tokens, asked, None, visible=served.tool_marks if tools else ())
+    visible = served.tool_marks.difference(body.stop_token_ids or ()) if tools else ()
+    request = form.request(tokens, asked, None, visible=visible)
     thought = prompt.thought if forced is None else ""  # a forced call is no thought, though the prompt begins one
     return Asked(request, functools.partial(served.tools.parser, tools, thought) if tools else None)
 
@@ -186,6 +192,7 @@ class _Message:
 
     parser: ToolParser | None
     call_id: Callable[[], str]
+    hidden: Sequence[str] = ()  # marks that content does not show
     most_calls: int | None = None
     content: list[str] = field(default_factory=list)
     calls: list[tuple[Call, list[str]]] = field(default_factory=list)  # each with the pieces of its arguments
@@ -196,9 +203,13 @@ class _Message:
         """The new pieces of content and of calls."""
         if self.parser is None:
             return [event.text] if event.text else []
-        pieces = [*self.parser.push(event.text), *(() if event.finish is None else self.parser.flush())]
-        most = self.most_calls
-        return [each for each in pieces if isinstance(each, str) or most is None or each.index < most]
+        found: list[str | Call] = []
+        for piece in [*self.parser.push(event.text), *(() if event.finish is None else self.parser.flush())]:
+            if not isinstance(piece, str):
+                found += [piece] if self.most_calls is None or piece.index < self.most_calls else []
+            elif shown := functools.reduce(lambda text, mark: text.replace(mark, ""), self.hidden, piece):
+                found.append(shown)
+        return found
 
     def finish(self, why: str | None) -> str | None:
         """The finish reason in OpenAI's terms: ``why`` also of an answer that ends within a call's arguments."""
@@ -223,7 +234,8 @@ class _Message:
 
 def _messages(served: Served, body: protocol.ChatRequest, asked: Asked, answers: Answers) -> list[_Message]:
     most = 1 if body.parallel_tool_calls is False else None
-    return [_Message(asked.parser and asked.parser(), served.tools.call_id, most) for _ in answers.all]
+    new = functools.partial(_Message, call_id=served.tools.call_id, hidden=served.hidden_marks, most_calls=most)
+    return [new(asked.parser and asked.parser()) for _ in answers.all]
 
 
 async def complete(served: Served, body: protocol.ChatRequest, caller: Caller) -> list[bytes]:

@@ -292,6 +292,13 @@ class Served:
         return TokenSet({self.added_tokens[each] for each in marks if each in self.added_tokens} - self.stop_ids)
 
     @functools.cached_property
+    def hidden_marks(self) -> list[str]:
+        """The marks of thoughts that are special tokens, which content does not show."""
+        special = set(self.tokenizer.all_special_tokens)
+        special |= {each.content for each in self.tokenizer.added_tokens_decoder.values() if each.special}
+        return [each for each in (*THOUGHTS, *THOUGHTS.values()) if each in special]
+
+    @functools.cached_property
     def first_tokens(self) -> list[int]:
         """The special tokens around a text, which precede it if they are all at its beginning."""
         return self._encode("", True)

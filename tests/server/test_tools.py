@@ -255,6 +255,41 @@ def test_a_thought_that_the_prompt_begins_makes_no_call() -> None:
         assert len(forced["message"]["tool_calls"]) == 1
 
 
+def test_an_answer_that_continues_a_thought_makes_no_call_in_it() -> None:
+    call = _called("hermes", ("time", {"zone": "a"}))
+    with scripted(tokenizer_of("hermes")) as server:
+        messages = [*ASK["messages"], {"role": "assistant", "content": "<think>\nI consider "}]  # type: ignore[misc]
+        body = {"messages": messages, "tools": TOOLS, "continue_final_message": True, "add_generation_prompt": False}
+        choice = server.chat(f"{call}</think>{call}", body)
+        assert choice["message"]["content"] == f"{call}</think>"
+        assert len(choice["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "none"])
+def test_special_tokens_stay_hidden(tools: Any) -> None:
+    """The marks of a thought, and a mark that the client stops at."""
+    made = tokenizer_of("mistral")
+    made.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    with scripted(made) as server:
+        body = {"messages": ASK["messages"], "tools": tools}
+        call = '[TOOL_CALLS]time[ARGS]{"zone": "a"}'
+        shown = server.chat(f"<think>x{call}</think>y", body)
+        assert shown["message"]["content"] == (f"x{call}y" if tools else 'xtime{"zone": "a"}y')
+        stop = {"stop_token_ids": [made.convert_tokens_to_ids("[TOOL_CALLS]")]}
+        stopped = server.chat(f"hey{call}", body | stop)
+        assert (stopped["message"]["content"], stopped["finish_reason"]) == ("hey", "stop")
+
+
+@pytest.mark.parametrize("schema", [{"required": 5}, {"properties": ["a"]}, {"properties": {"a": {"anyOf": 5}}}])
+def test_a_schema_that_is_none_is_no_fault_of_the_servers(family: tuple[str, ScriptedServer], schema: Any) -> None:
+    name, server = family
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    text = "<tool_call><function=f><parameter=a>5</parameter></function>" if name == "qwen3-coder" else "hi"
+    assert server.chat(text, ASK | {"tools": tools, "tool_choice": "auto"})["finish_reason"] in ("stop", "tool_calls")
+    asked = server.http.post("/v1/chat/completions", json=ASK | {"tools": tools, "max_tokens": 40, "temperature": 0})
+    assert asked.status_code in (200, 400)
+
+
 CUT = 'Say.\n{"name": "time", "parameters": {"zo'
 
 

@@ -83,6 +83,21 @@ def test_names_in_texts_patterns_and_comments_stay() -> None:
 
 
 _UNKNOWN = "<u>"
+
+
+def test_names_in_patterns_over_lines_stay_and_broken_grammars_cost_little() -> None:
+    assert by_number('start: /a\n<a>/ <a> "x', {"<a>": 7}) == 'start: /a\n<a>/ <[7]> "x'
+    for broken in ('"', '\\"', "/\\", '"\\', "<", "<a", "//"):  # a quadratic reading would take hours
+        assert by_number(f'start: "a"\n"{broken * 300_000}', {"<a>": 7}).startswith("start")
+
+
+def test_what_merges_need_keeps_its_name() -> None:
+    model = models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "c": 3, "abc": 4, "zz": 5}, merges=[("a", "b"), ("ab", "c")])
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["ab", "a", "zz"])
+    assert spelling(tokenizer.to_str())[1] == {"zz": 5}  # and "a" alone may be needed to spell
+
+
 MODELS = [
     models.BPE(vocab={"<u>": 0, "a": 1, "<": 2, "t>": 3, "<t>": 4, "<v>": 5}, merges=[("<", "t>")], unk_token=_UNKNOWN),
     models.WordLevel({"<u>": 0, "a": 1, "<v>": 2, "<t>": 3}, unk_token=_UNKNOWN),

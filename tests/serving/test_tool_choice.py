@@ -50,6 +50,17 @@ def test_a_template_that_writes_no_call_may_mention_one(source: str | None, name
     assert format_of(_template(source)) == name
 
 
+def test_a_template_may_want_no_content_beside_a_call() -> None:
+    refuses = "{% if messages[-1].content == '' %}{{ raise_exception('empty') }}{% endif %}"
+    assert format_of(_template(refuses + template("mistral"))) == "mistral"
+
+
+def test_templates_without_one_for_tools_show_none() -> None:
+    made = copy.deepcopy(tokenizer())
+    made.chat_template = {"rag": "a"}
+    assert format_of(ChatTemplate(made)) is None
+
+
 def test_the_template_for_tools_counts() -> None:
     made = copy.deepcopy(tokenizer())
     made.chat_template = {"default": "{{ messages[0].content }}", "tool_use": template("mistral")}

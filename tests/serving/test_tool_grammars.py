@@ -34,6 +34,14 @@ SCHEMAS: list[Any] = [
     {"$defs": {"n": NEXT}, "$ref": "#/$defs/n"},
     {"$defs": {"n": NEXT}, "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]},
     {"properties": {"a": {"anyOf": [{"type": "integer", "minimum": 3, "maximum": 5}, {"type": "null"}]}}},
+    {
+        "properties": {
+            "o": {"anyOf": [{"const": "x"}, {"type": "null"}]},
+            "e": {"type": ["string", "null"], "enum": ["B"]},
+        }
+    },
+    {"properties": {"e": {"$ref": "#/definitions/e"}}, "definitions": {"e": {"enum": ["x", "y"]}}, "required": ["e"]},
+    {"properties": {"b": {"type": "boolean", "const": True}, "l": {"type": ["string", "null"], "maxLength": 1}}},
 ]
 SAMPLES = [
     ("hermes", ""),
@@ -78,7 +86,8 @@ def test_what_a_grammar_allows_are_calls_of_its_tools(name: str, sample: str, ad
                 assert 1 <= len(found.calls) <= 3
                 for called, arguments in as_json(found.calls):
                     schema = next(each.parameters for each in given if each.name == called)
-                    if name != "qwen3-coder" or "pattern" not in json.dumps(schema):  # its texts have no form
+                    free = "pattern" in json.dumps(schema) or "maxLength" in json.dumps(schema)
+                    if name != "qwen3-coder" or not free:  # its texts have no form
                         jsonschema_rs.validate(schema, arguments)
     finally:
         guides.close()
@@ -96,6 +105,50 @@ def _answer(guides: Guides, guide: Guide, rng: random.Random, tokenizer: Any) ->
         made.append(int(rng.choice(liked if liked and rng.random() < 0.8 else allowed)))
         state.advance(made[-1])
     return tokenizer.decode([each for each in made if each != END]) if state.done else None
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"properties": {"a>b": {}}}, "with a property 'a>b'"),
+        ({"properties": {" a": {}}}, "with a property ' a'"),
+        ({"properties": {"": {}}}, "with a property ''"),
+        ({"properties": {"a": {"enum": ["x</parameter>y"]}}}, "with the value 'x</parameter>y'"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "that requires 'b'"),
+        ({"properties": {"a": {}}, "anyOf": []}, "with 'anyOf' outside of its properties"),
+        ({"properties": {"a": {"$ref": "#/properties/b"}}}, r"that refers to more than its \$defs"),
+    ],
+)
+def test_what_a_format_cannot_write_is_refused(schema: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=f"tools: f has a schema {says}.*calls cannot be forced"):
+        named("qwen3-coder").grammar([Tool("f", schema)], 1, {})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"properties": {"a": {}}, "required": ["b"]}, {"properties": {"a": {"$ref": "#/properties/a"}}}, {"anyOf": []}],
+)
+def test_pythons_format_takes_any_schema_as_one_object(schema: Any) -> None:
+    assert '"f("  "**"' in named("pythonic").grammar([Tool("f", schema)], 1, {}).replace('"f(" ', '"f("  ')
+
+
+def test_a_grammar_has_a_limit() -> None:
+    """Where each property needs a schema's definitions by itself."""
+    shared = {f"d{number}": {"type": "integer", "description": "x" * 60} for number in range(1000)}
+    schema = {"properties": {f"p{number}": {"$ref": "#/$defs/d1"} for number in range(300)}, "$defs": shared}
+    for name in ("pythonic", "qwen3-coder"):
+        with pytest.raises(ValueError, match="more than 8 MiB in this model's format"):
+            named(name).grammar([Tool("f", schema)], 1, {})
+    assert len(named("hermes").grammar([Tool("f", schema)], 1, {})) < 1 << 20
+
+
+def test_mistrals_spelling_is_the_samples() -> None:
+    listed, plain, with_id = (
+        named("mistral", sample).grammar([Tool("f")], 1, {})
+        for sample in ("", "[TOOL_CALLS]f[ARGS]{}", "[TOOL_CALLS]f[CALL_ID]a[ARGS]{}")
+    )
+    assert ["[ARGS]" in each for each in (listed, plain, with_id)] == [False, True, True]
+    assert ["[CALL_ID]" in each for each in (listed, plain, with_id)] == [False, False, True]
 
 
 def test_marks_that_are_added_tokens_are_written_as_such() -> None:

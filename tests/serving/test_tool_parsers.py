@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from typing import Any
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from tool_case import FORMATS, as_json, cuts, named, read, told, tools_of
 
 from shardfuse.serving.tools import Call, Tool
+from shardfuse.serving.tools.literals import NotLiteral, value_of
+from shardfuse.serving.tools.qwen_coder import types_of
 
 PARTS = [
     *("<tool_call>", "</tool_call>", "<function=f>", "<parameter=a>", "</parameter>", "</function>", "<parameter"),
@@ -122,6 +125,8 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
     ("hermes", H + '"{\\"a\\": \\"\\u00e9\\"}"}</tool_call>', "", [("f", '{"a": "é"}')], False),
     ("hermes", '<tool_call>{"arguments": "{}", "name": "f"}</tool_call>', "", [("f", "{}")], False),
     ("hermes", H + '" "}</tool_call>', "", [("f", "{}")], False),
+    ("hermes", H + '"{oops"}</tool_call>', "", [("f", '"{oops"')], False),
+    ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>', [], False),
     ("hermes", H + '"Bern"}</tool_call>', "", [("f", '"Bern"')], False),  # no object: as it is written
     ("hermes", H + "[1]}</tool_call>", "", [("f", "[1]")], False),
     ("hermes", H + "12}</tool_call>", "", [("f", "12")], False),
@@ -202,6 +207,9 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
     ("pythonic", '[f(a="""x, \')""", b=\'it\\\'s\')]', "", [("f", '{"a": "x, \')", "b": "it\'s"}')], False),
     ("pythonic", "[f(a=g(1, 2), b=2)]", "", [("f", '{"a": g(1, 2), "b": 2}')], False),  # no literal
     ("pythonic", "[f(a=1, 2)]", "", [("f", '{"a": 1, 2}')], False),
+    ("pythonic", "[f(**{'a': 1, 'b", "", [("f", "{'a': 1, 'b")], True),
+    ("pythonic", "[f(a=1, **more)]", "", [("f", '{"a": 1, more}')], False),
+    ("pythonic", "[f(a=007, b={'x': 1, 2})]", "", [("f", '{"a": 007, "b": {\'x\': 1, 2}}')], False),
     ("pythonic", "[f(1)]", "[f(1)]", [], False),
     ("pythonic", "[f]", "[f]", [], False),
     ("pythonic", "see [f()](url) `[f()]`", "see(url) `[f()]`", [("f", "{}")], False),
@@ -283,6 +291,11 @@ def test_odd_texts(name: str, text: str, content: str, calls: list[tuple[str, st
         ({"type": "object"}, "[1]", "[1]"),
         ({"type": "array"}, "__import__('os')", "__import__('os')"),
         ({"type": "array"}, "[" * 5000, "[" * 5000),
+        ({"type": "object"}, "{'a': 1e999}", "{'a': 1e999}"),
+        ({"type": ["integer", "boolean"]}, "1", 1),
+        ({"type": "integer"}, "007", "007"),
+        ({"$ref": "#/$defs/1"}, "5", 5),
+        ({"$ref": "#/$defs/a~1b~0c"}, "5", 5),
         ({}, '{"a": 1}', {"a": 1}),
         ({}, '"quoted"', '"quoted"'),
         (True, "7", 7),
@@ -290,7 +303,10 @@ def test_odd_texts(name: str, text: str, content: str, calls: list[tuple[str, st
     ],
 )
 def test_a_text_becomes_the_value_of_its_type(schema: Any, written: str, value: Any) -> None:
-    tool = Tool("f", {"properties": {"v": schema}, "$defs": {"list": {"type": "array"}}})
+    chain = {str(number): {"anyOf": [{"$ref": f"#/$defs/{number + 1}"}]} for number in range(1, 9)}
+    others = {"list": {"type": "array"}, "9": {"type": "integer"}, "a/b~c": {"type": "integer"}}
+    whole = {"properties": {"v": schema}}
+    tool = Tool("f", {"$ref": "#/$defs/whole", "$defs": {"whole": whole, **chain, **others}})
     text = f"{X}<parameter=v>\n{written}\n</parameter>\n</function>\n</tool_call>"
     assert as_json(read(named("qwen3-coder"), [text], [tool]).calls) == [("f", {"v": value})]
 
@@ -340,12 +356,71 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize(("name", "scrap"), [(name, each) for name, texts in LONG.items() for each in texts])
+def test_alternatives_that_refer_to_themselves_are_read_once() -> None:
+    many = {"anyOf": [{"$ref": "#/$defs/a"}] * 30 + [{"type": "integer"}]}
+    assert types_of({"properties": {"v": many}, "$defs": {"a": many}}, "v") == {"integer"}
+
+
+PYTHONS = [
+    *("1", "-1.5e3", "0x1F", ".5", "'a'", '"a\\"b"', "'''x'\ny'''", r"'\x41'", "(1)", "(1,)", "()", "('a')"),
+    *("[1, [2], ]", "{'a': (1, 2), 'b': {'c': None}}", "{}", "'a\\\nb'", r"'\u00e9'", "True", "[]", "-0.0"),
+]
+
+
+@pytest.mark.parametrize("source", PYTHONS)
+def test_literals_are_pythons(source: str) -> None:
+    assert json.dumps(value_of(source)) == json.dumps(ast.literal_eval(source))
+
+
+@pytest.mark.parametrize(
+    ("source", "value"), [("{1, 2}", [1, 2]), (r'"\/\ud83d\ude00"', "/😀"), ("'a\nb'", "a\nb"), ("null", None)]
+)
+def test_literals_beyond_pythons(source: str, value: Any) -> None:
+    """Sets, JSON's escapes and names, and line breaks, which models write."""
+    assert value_of(source) == value
+
+
+WRONG = [
+    "007",
+    "1 2",
+    "1.2.3",
+    "\uff11\uff12",
+    "{'a': 1, 2}",
+    "{1: 2}",
+    "f'a'",
+    "b'a'",
+    "g()",
+    "x",
+    "[1",
+    "--1",
+    "1_000",
+    "'a",
+    "",
+]
+
+
+@pytest.mark.parametrize("source", [*WRONG, "[" * 100 + "]" * 100, "(" * 100_000], ids=range(len(WRONG) + 2))
+def test_what_is_no_literal_is_refused(source: str) -> None:
+    with pytest.raises(NotLiteral):
+        value_of(source)
+
+
+REPEATED = [(name, each, "") for name, texts in LONG.items() for each in texts] + [
+    ("hermes", '<tool_call>{"a":[\\"', ""),
+    ("qwen3-coder", '<tool_call>{"a":[\\"', ""),
+    ("mistral", '[TOOL_CALLS]{"a":[\\"', ""),
+    ("llama3", '{"name":"f","parameters":{},"x":[', "]!}"),
+    ("llama3", '[{"name":"f"},{"x":', "}]"),
+    ("hermes", '<tool_call>[{"name":"f"},{"x":"', '"}'),
+]
+
+
+@pytest.mark.parametrize(("name", "scrap", "tail"), REPEATED)
 @pytest.mark.parametrize("begun", ["", '<tool_call>{"arguments": ["', '[TOOL_CALLS]f{"a": "', "[f(a=1, b='"])
 @pytest.mark.parametrize("size", [1, 1 << 20], ids=["by letters", "at once"])
-def test_the_work_is_linear_in_the_text(name: str, scrap: str, begun: str, size: int) -> None:
+def test_the_work_is_linear_in_the_text(name: str, scrap: str, tail: str, begun: str, size: int) -> None:
     """Counted in calls of Python's functions, of which no clock tells the time."""
-    few, many = (_work(name, begun + scrap * count, size) for count in (50, 200))
+    few, many = (_work(name, begun + scrap * count + tail * count, size) for count in (50, 200))
     assert many < 5 * few + 200
 
 

@@ -97,7 +97,8 @@ class ScriptedServer:
 
     def say(self, text: str, body: dict[str, Any]) -> None:
         """Answer the chat ``body`` with ``text``."""
-        asked = {key: body[key] for key in ("messages", "tools", "chat_template_kwargs") if body.get(key)}
+        same = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+        asked = {key: body[key] for key in same if body.get(key) is not None}
         self.model.start = self.http.post("/tokenize", json=asked).json()["count"]
         self.model.script = self.tokenizer.encode(text, add_special_tokens=False)
 
