@@ -280,6 +280,12 @@ def test_special_tokens_stay_hidden(tools: Any) -> None:
         assert (stopped["message"]["content"], stopped["finish_reason"]) == ("hey", "stop")
 
 
+def test_a_mark_that_ends_answers_has_no_text() -> None:
+    made = tokenizer_of("llama3")
+    with scripted(made, [made.convert_tokens_to_ids("<|python_tag|>")]) as server:
+        assert server.chat("hey<|python_tag|>", ASK | {"tool_choice": "auto"})["message"]["content"] == "hey"
+
+
 @pytest.mark.parametrize("schema", [{"required": 5}, {"properties": ["a"]}, {"properties": {"a": {"anyOf": 5}}}])
 def test_a_schema_that_is_none_is_no_fault_of_the_servers(family: tuple[str, ScriptedServer], schema: Any) -> None:
     name, server = family

@@ -52,7 +52,7 @@ def test_a_template_that_writes_no_call_may_mention_one(source: str | None, name
 
 def test_a_template_may_want_no_content_beside_a_call() -> None:
     refuses = "{% if messages[-1].content == '' %}{{ raise_exception('empty') }}{% endif %}"
-    assert format_of(_template(refuses + template("mistral"))) == "mistral"
+    assert format_of(_template(refuses + template("pythonic"))) == "pythonic"
 
 
 def test_templates_without_one_for_tools_show_none() -> None:

@@ -112,10 +112,10 @@ class ScriptedServer:
 
 
 @contextlib.contextmanager
-def scripted(made: Any, **options: Any) -> Iterator[ScriptedServer]:
-    """A server whose tokenizer is ``made``, with ``options`` of the server."""
+def scripted(made: Any, ends: Sequence[int] = (END,), **options: Any) -> Iterator[ScriptedServer]:
+    """A server whose tokenizer is ``made`` and whose answers end at ``ends``, with ``options`` of the server."""
     model = Scripted(max(260, len(made)))
     engine = Engine(model, num_blocks=1200, block_size=8, tokenizer=copy.deepcopy(made), enforce_eager=True)
-    served = Served(engine, made, [END], ServerOptions(name=NAME, **options))
+    served = Served(engine, made, ends, ServerOptions(name=NAME, **options))
     with TestClient(create_app(served)) as http:
         yield ScriptedServer(made, http, model, served)
