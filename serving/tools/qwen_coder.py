@@ -48,6 +48,7 @@ _TYPES = {
     dict: "object",
 }
 _LONGEST_CHAIN = 16  # of references of a schema as a whole
+_MOST_BRANCHES = 128  # alternatives of a property that are looked at: many properties may share many
 _BOOLEANS = {"true": "true", "1": "true", "false": "false", "0": "false"}
 
 
@@ -168,21 +169,25 @@ def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
 
 
 def _branches(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """``schema`` and its alternatives, also those that it refers to, each once: the work is bounded by its size."""
+    """``schema`` and its alternatives, also those that it refers to, each once; ``{}`` for those beyond the most."""
     seen: set[str] = set()
     left = [schema]
-    while left:
+    for _ in range(_MOST_BRANCHES):
+        if not left:
+            return
         each = left.pop()
         if not isinstance(each, Mapping):
             continue
         yield each
         for name in ("anyOf", "oneOf", "allOf"):
             found = each.get(name)
-            left += found if isinstance(found, list) else []
+            left += found[:_MOST_BRANCHES] if isinstance(found, list) else []
         path = each.get("$ref")
         if isinstance(path, str) and path not in seen:
             seen.add(path)
             left.append(_target(path, root))
+    if left:
+        yield {}
 
 
 def _unfolded(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -360,6 +360,8 @@ LONG = {
 def test_alternatives_that_refer_to_themselves_are_read_once() -> None:
     many = {"anyOf": [{"$ref": "#/$defs/a"}] * 30 + [{"type": "integer"}]}
     assert types_of({"properties": {"v": many}, "$defs": {"a": many}}, "v") == {"integer"}
+    wide = {"anyOf": [{"const": 1}, *[5] * 100_000]}  # and few of very many
+    assert types_of({"properties": {"v": wide}}, "v") == set()
 
 
 PYTHONS = [

@@ -154,6 +154,7 @@ MORE = [
     }), (200, 400, 429), CHAT, guide=True),
     Hostile("50,000 choices", _json(structured_outputs={"choice": [f"{i:08d}" for i in range(50_000)]}, **_SHORT),
             (200, 400, 429), guide=True),
+    Hostile("a grammar of open quotes", _json(structured_outputs={"grammar": 'start: "' + '\\"' * MIB}, **_SHORT)),
     Hostile("a grammar of 3,000 parts", _json(structured_outputs={"grammar": _GRAMMAR}, **_SHORT), (200, 400, 429),
             guide=True),
     Hostile("a pattern of 4 MB", _json(structured_outputs={"regex": "a?" * 2_000_000}, **_SHORT), (400, 429),
