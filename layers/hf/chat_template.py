@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 _COMMENT = re.compile(r"{#.*?#}", re.DOTALL)
 THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}  # the marks around a model's thoughts
-PROBE_TOOL, PROBE_ARGUMENTS = "probe_tool", {"probe_argument": "probe value"}
+PROBE_TOOL = "probe_tool"
 _PROBE_SCHEMA = {
     "type": "function",
     "function": {
@@ -115,8 +115,8 @@ class ChatTemplate:
         return next(begun, "")
 
     def sample_call(self) -> str:
-        """What the template adds to a chat for a call of PROBE_TOOL with PROBE_ARGUMENTS; "" if it refuses."""
-        call = {"name": PROBE_TOOL, "arguments": PROBE_ARGUMENTS}
+        """What the template adds to a chat for a call of PROBE_TOOL; "" if it refuses."""
+        call = {"name": PROBE_TOOL, "arguments": {"probe_argument": "probe value"}}
         asked = {"role": "user", "content": "question"}
         called = {"id": "probe0001", "type": "function", "function": call}  # Mistral's templates want nine characters
         for content in ("", None):

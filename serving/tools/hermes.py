@@ -17,6 +17,7 @@ from .parser import Tool, ToolParser
 from .text import Read
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+_HEAD = '\n{"name": "%s", "arguments": '
 
 
 class HermesReader(JsonReader):
@@ -48,6 +49,3 @@ class Hermes(ToolFormat):
             f"{lark.mark(BEGIN)} {quoted(_HEAD % each.name)} {lark.object(each.parameters)} {tail}" for each in tools
         ]
         return lark.source(calls, most, quoted("\n"))
-
-
-_HEAD = '\n{"name": "%s", "arguments": '

@@ -18,6 +18,7 @@ from .parser import Tool, ToolParser
 from .text import Read
 
 MARKS = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
+_HEAD = '{"name": "%s", "parameters": '
 _BETWEEN = re.compile(r"[\s;,]*")
 
 
@@ -52,6 +53,3 @@ class Llama3(ToolFormat):
         lark = Lark(added)
         calls = [f"{quoted(_HEAD % each.name)} {lark.object(each.parameters)} {quoted('}')}" for each in tools]
         return lark.source(calls, most, quoted("; "))
-
-
-_HEAD = '{"name": "%s", "parameters": '

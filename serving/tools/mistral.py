@@ -21,6 +21,7 @@ from .parser import Tool, ToolParser
 from .text import Read
 
 BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_HEAD = '{"name": "%s", "arguments": '
 _NAME = re.compile(r"[\w.-]*")
 _ID = re.compile(r"[A-Za-z0-9]*")
 _ID_LETTERS = string.ascii_letters + string.digits
@@ -83,6 +84,3 @@ class Mistral(ToolFormat):
     def call_id(self) -> str:
         """Nine letters and digits, without which the models' templates refuse the call."""
         return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
-
-
-_HEAD = '{"name": "%s", "arguments": '

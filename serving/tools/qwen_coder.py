@@ -59,6 +59,7 @@ class QwenCoderReader(HermesReader):
 
     def __init__(self, tools: Iterable[Tool] = (), thought: str = "") -> None:
         self._types: dict[tuple[str, str], set[str]] = {}  # of tools' parameters
+        self._schemas: dict[str, Mapping[str, Any]] = {}  # of tools' arguments, unfolded
         super().__init__(tools, thought)
 
     def _calls(self) -> Read[bool]:
@@ -87,9 +88,10 @@ class QwenCoderReader(HermesReader):
         return name if (yield from self._text.next(">")) else ""
 
     def _types_of(self, name: str, key: str) -> set[str]:
+        if name not in self._schemas:
+            self._schemas[name] = unfolded(self._tools[name].parameters if name in self._tools else {})
         if (name, key) not in self._types:
-            schema = self._tools[name].parameters if name in self._tools else {}
-            self._types[name, key] = types_of(schema, key)
+            self._types[name, key] = types_of(self._schemas[name], key)
         return self._types[name, key]
 
     def _parameters(self, name: str) -> Read[None]:
@@ -148,8 +150,7 @@ class QwenCoderReader(HermesReader):
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
-    """JSON's types that ``schema`` takes for its property ``key``; empty: any. One that it does not have is text."""
-    schema = _unfolded(schema)
+    """JSON's types that an unfolded ``schema`` takes for its property ``key``; empty: any. One that it lacks: text."""
     properties = properties_of(schema)
     if key not in properties:
         return {"string"}
@@ -190,7 +191,7 @@ def _branches(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any
         yield {}
 
 
-def _unfolded(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def unfolded(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """``schema`` with what it refers to as a whole in the place of the reference."""
     for _ in range(_LONGEST_CHAIN):
         path = schema.get("$ref")
@@ -266,7 +267,7 @@ def _elements(lark: Lark, tool: Tool, text: str) -> str:
 
     Raises ValueError for a schema that this format cannot write.
     """
-    schema = _unfolded(tool.parameters)
+    schema = unfolded(tool.parameters)
     properties, required = properties_of(schema), required_of(schema)
     if more := set(schema) - SIMPLE:
         raise _unwritable(tool, f"with {min(more)!r} outside of its properties")
