@@ -244,15 +244,18 @@ class Guides:
                 self._send(self._resend, compiled)
 
     def _resend(self, compiled: _Compiled) -> None:
-        if self._compiler is not None and compiled.trial is not None:
-            self._compiler.send(compiled.trial)
+        trial = compiled.trial  # None once it has ended, which another thread notices
+        if self._compiler is not None and trial is not None:
+            self._compiler.send(trial)
 
     def _drop(self, compiled: _Compiled) -> None:
-        if self._compiler is not None and compiled.trial is not None:
-            self._compiler.drop(compiled.trial)
+        trial = compiled.trial
+        if self._compiler is not None and trial is not None:
+            self._compiler.drop(trial)
 
     def _tried(self, compiled: _Compiled, found: int | Exception) -> None:
         """A trial has ended, with the bytes that the guide took or an error."""
+        compiled.trial = None  # which knows this object: an engine that is dropped goes without garbage collection
         if isinstance(found, Exception):
             compiled.fail(found)
             return

@@ -13,40 +13,48 @@ import torch.distributed as dist
 
 from shardfuse.parallel.core import gloo_threads
 
-# At exit only a gloo thread can free a tensor, and it needs Python's lock for that.
+# At exit only a gloo thread can free a tensor, and it needs Python's lock for that. The other rank comes when the first
+# one no longer holds the tensor itself, and tells it so by a byte: nothing on the way releases the lock.
 _SCRIPT = """
-import atexit, sys, weakref
+import atexit, mmap, os, sys, time, weakref
+
+late = mmap.mmap(-1, 1)
+first = os.getpid()
+rank = int(os.fork() == 0)
 import torch
 import torch.distributed as dist
 
 atexit.register(lambda: print("freed" if freed() is None else "held", flush=True))  # runs after shardfuse's
 import shardfuse
 
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
 group = dist.group.WORLD  # keeps the threads, even if the group is destroyed
+source = torch.ones(1)
+outputs = [torch.zeros(1), torch.zeros(1)]
+if rank == 1:
+    while not late[0] and os.getppid() == first:
+        time.sleep(0.001)
+    dist.all_gather(outputs, source)
+    os._exit(0)
 sys.setswitchinterval(1000)  # the lock changes hands where this thread releases it, and nowhere else
-for _ in range(100):
-    source = torch.ones(1)
-    freed = weakref.ref(source)
-    done = dist.all_gather([torch.zeros(1)], source, async_op=True).get_future()
-    del source
-    while not done.done():
-        pass
-    if freed() is not None:
-        break
-else:
-    sys.exit("gloo's thread freed the tensor each time before it could be seen")
+freed = weakref.ref(source)
+done = dist.all_gather(outputs, source, async_op=True).get_future()
+del source
+late[0] = 1
+while not done.done():
+    pass
+assert freed() is not None, "gloo's thread freed the tensor before it could be seen"
 """
 
 
-def _run(code: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+def _run(code: str, store: Path) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-c", code, str(store)], capture_output=True, text=True, timeout=600)
     return done.returncode, done.stdout.strip() + done.stderr.strip()
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_interpreter_ends_after_gloos_threads_have_let_go(code: int):
-    assert _run(f"{_SCRIPT}\nsys.exit({code})") == (code, "freed")
+def test_the_interpreter_ends_after_gloos_threads_have_let_go(tmp_path: Path, code: int):
+    assert _run(f"{_SCRIPT}\nsys.exit({code})", tmp_path / "store") == (code, "freed")
 
 
 def _meet_late(rank: int, world: int) -> list[bool]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -182,14 +183,27 @@ def test_no_number_of_guides_that_compile_long_holds_up_another():
     engine.close()
 
 
-def test_the_process_ends_with_an_engine_that_is_dropped():
+def test_the_process_ends_with_an_engine_that_is_dropped(monkeypatch: pytest.MonkeyPatch):
+    late = threading.Event()
+    guarded = guiding._guarded
+
+    def linger(*work: Any) -> None:
+        guarded(*work)
+        late.wait(LONG_S)
+
+    monkeypatch.setattr(guiding, "_guarded", linger)
     engine = _engine()
     _run(engine, Guide.choice(["yes"]))
     pid = engine._guides._compiler.pid
     assert Path(f"/proc/{pid}").exists()
     del engine
     gc.collect()
-    _until(lambda: not Path(f"/proc/{pid}").exists())
+    gc.disable()  # what a thread held until now goes without it
+    try:
+        late.set()
+        _until(lambda: not Path(f"/proc/{pid}").exists())
+    finally:
+        gc.enable()
 
 
 # A guide on trial, and one that passed and is compiled in the program itself.
