@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.runtime.checks import expect_tensor
+from .checkpoint.entries import Wrapper
 from .core import collectives
 from .core.agreement import checksum, global_rank
 from .core.first_calls import compare_call
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 CHECKED_CALLS = 3  # the number of first calls that compare ranks' data and, for plain modules, gradients
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Wrapper):
     """This rank's part of a model, as :func:`parallelize` spread it.
 
     ``module`` is the model with only this rank's parts, under their names in the whole: pass it to ``explain`` and
@@ -42,8 +43,6 @@ class ParallelModel(nn.Module):
     their data: None the shapes of their batches, True also their elements, False nothing if that takes an extra
     message, which only data parallelism avoids. Without a comparison, a rank refuses its batch alone.
     """
-
-    module: nn.Module
 
     def __init__(
         self,

@@ -14,7 +14,6 @@ from ..layers.attention.paged import default_block_size
 from ..layers.hf.chat_template import ChatTemplate
 from ..layers.hf.config import GENERATION
 from ..layers.hf.folders import check_claims, load_hf, read_hf_config
-from ..layers.hf.pretrained import load_pretrained
 from ..layers.hf.tokenizers import load_tokenizer
 from ..parallel.core.agreement import together
 from ..parallel.core.mesh import MeshLike, tp_group
@@ -202,6 +201,8 @@ def _model(options: FolderOptions, mesh: MeshLike) -> tuple[ServableModel, str]:
     try:
         read_hf_config(options.folder)
     except ValueError:  # a feature that our own layers lack
+        from ..layers.hf.pretrained import load_pretrained
+
         model = load_pretrained(options.folder, mesh, dtype=dtype, device=options.device)
         kind = f"transformers' {type(model).__name__}, fused"
     else:

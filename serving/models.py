@@ -14,9 +14,10 @@ from ..layers.transformer import ParallelTransformer
 from ..layers.trial import trial
 from ..parallel.core.mesh import SINGLE, Group
 from ..parallel.grid.grid import Grid
-from .foreign import Served, is_foreign
+from .foreign import is_foreign
 from .foreign.probe import Recorder, tokens_of
 from .weight_check import check_weights
+from .wrapper import Wrapper
 
 
 class ServableModel(Protocol):
@@ -86,11 +87,13 @@ def as_servable(model: Any) -> ServableModel:
 
 def _servable(model: Any) -> ServableModel:
     if is_foreign(model):
+        from .foreign.served import Served  # takes as long as transformers' own models
+
         return Served(model)
     _check(model)
     check_weights(bare(model), getattr(model, "group", SINGLE))
-    if isinstance(model, ParallelTransformer | Served):
-        return model
+    if isinstance(model, ParallelTransformer | Wrapper):
+        return cast(ServableModel, model)
     if isinstance(model, nn.Module):
         _check_layers(model)
     if hasattr(model, "group"):
@@ -100,20 +103,20 @@ def _servable(model: Any) -> ServableModel:
 
 def bare(model: ServableModel) -> Any:
     """The model that was given to :func:`as_servable`."""
-    return model.module if isinstance(model, Served) else model.model if isinstance(model, _Whole) else model
+    return model.module if isinstance(model, Wrapper) else model
 
 
-class _Whole:
+class _Whole(Wrapper):
     """Wraps a model that one process holds and that has no notion of ranks."""
 
     group: Group = SINGLE
 
     def __init__(self, model: Any) -> None:
-        self.model, self.config = model, model.config
+        self.module, self.config = model, model.config
         self.parameters, self.load_state_dict = model.parameters, model.load_state_dict
 
     def __call__(self, tokens: torch.Tensor, *, positions: torch.Tensor, cache: PagedBatch) -> torch.Tensor:
-        logits: torch.Tensor = self.model(tokens, positions=positions, cache=cache)
+        logits: torch.Tensor = self.module(tokens, positions=positions, cache=cache)
         return logits
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ steps are not recorded.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -70,6 +71,10 @@ class _Recorder(TorchDispatchMode):
             self._name(each)
             self.made(each)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # see _RecorderBesideCompiler
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if any(each in func.name() for each in _VARIES):
@@ -115,6 +120,19 @@ class _Recorder(TorchDispatchMode):
         return [self._name(each) for each in out] if isinstance(out, (list, tuple)) else None
 
 
+class _RecorderBesideCompiler(_Recorder):
+    """A recorder whose dispatch torch.compile leaves alone. To see to that, torch imports its compiler, which takes a
+    second, so a program that has not done so gets the other one.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class _NotedBatch(PagedBatch):
     """A batch that records its attention as one call."""
 
@@ -146,7 +164,8 @@ class Recording:
 
     def __init__(self, forward: Forward, tokens: torch.Tensor, batch: PagedBatch) -> None:
         noted = _NotedBatch(**{each.name: getattr(batch, each.name) for each in fields(batch) if each.init})
-        recorder = _Recorder(_given(tokens, noted))
+        kind = _RecorderBesideCompiler if "torch._dynamo" in sys.modules else _Recorder
+        recorder = kind(_given(tokens, noted))
         object.__setattr__(noted, "recorder", recorder)  # the dataclass is frozen
         with recorder, library.recorded():
             self.out = forward(tokens, noted)

@@ -104,7 +104,7 @@ def visible(
         seen = seen & (keys > positions - options.window)
         if not options.causal:
             seen = seen & (keys < positions + options.window)
-    return seen.expand(*torch.broadcast_shapes(seen.shape, positions.shape))
+    return torch.broadcast_tensors(seen, positions)[0]
 
 
 def scores(

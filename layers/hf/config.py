@@ -45,7 +45,7 @@ IN_CONFIG: dict[str, Any] = {
 }
 
 # Style -> its name in config.json.
-_MODEL_TYPES = {"gelu": "starcoder2", "gated": "llama"}
+MODEL_TYPES = {"gelu": "starcoder2", "gated": "llama"}
 _ARCHITECTURES = {"gelu": "Starcoder2ForCausalLM", "gated": "LlamaForCausalLM"}
 _ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "gated": "silu"}
 _NORM_EPS = {"gelu": "norm_epsilon", "gated": "rms_norm_eps"}
@@ -98,10 +98,10 @@ def config_to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str,
     for name in ("attention_softcap", "attention_sinks", "norm_offset", *gated_only):
         if getattr(config, name):
             raise ValueError(
-                f"{name}={getattr(config, name)}: transformers' {_MODEL_TYPES[style]} has no such thing; a model that "
+                f"{name}={getattr(config, name)}: transformers' {MODEL_TYPES[style]} has no such thing; a model that "
                 "differs cannot be exported as one"
             )
-    out: dict[str, Any] = {"architectures": [_ARCHITECTURES[style]], "model_type": _MODEL_TYPES[style], "dtype": dtype}
+    out: dict[str, Any] = {"architectures": [_ARCHITECTURES[style]], "model_type": MODEL_TYPES[style], "dtype": dtype}
     out |= {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
     out |= dict.fromkeys(_BIASES[style], config.bias)
     out[_NORM_EPS[style]] = config.norm_eps
@@ -121,7 +121,7 @@ def config_to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str,
 
 def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
     """Our config for a ``config.json``; ValueError for a feature that the layers do not have."""
-    styles = {model_type: style for style, model_type in _MODEL_TYPES.items()}
+    styles = {model_type: style for style, model_type in MODEL_TYPES.items()}
     if raw.get("model_type") not in styles:
         raise ValueError(
             f"model_type={raw.get('model_type')!r}: expected one of {', '.join(styles)}, which a ParallelTransformer "
@@ -169,7 +169,7 @@ def _rope_parameters(config: TransformerConfig) -> dict[str, Any]:
     if config.partial_rotary_factor != 1.0 or config.rope_interleaved:
         raise ValueError(
             f"partial_rotary_factor={config.partial_rotary_factor}, rope_interleaved={config.rope_interleaved}: "
-            f"transformers' {_MODEL_TYPES[config.style]} rotates whole heads, element i with i + head_dim / 2; a model "
+            f"transformers' {MODEL_TYPES[config.style]} rotates whole heads, element i with i + head_dim / 2; a model "
             "that differs cannot be exported as one"
         )
     scaling = {name: value for name, value in (config.rope_scaling or {}).items() if name != "type"}

@@ -18,10 +18,10 @@ import torch
 from safetensors import safe_open
 
 from ...parallel.checkpoint import checked
-from ...parallel.checkpoint.checkpoint import named_entries
+from ...parallel.checkpoint.entries import named_entries
 from ...parallel.core.agreement import agree, together
 from ...parallel.core.mesh import SINGLE, Group, MeshLike, everyone, tp_group, whole_group
-from ...parallel.core.sharding import local_tensor, logical, shard_slice
+from ...parallel.core.sharding import is_dtensor, local_tensor, logical, shard_slice
 from ..config import TransformerConfig
 from ..options import LayerOptions, ModelKwargs, Unpack
 from ..transformer import ParallelTransformer
@@ -40,6 +40,7 @@ from .config import (
 from .export import export_hf
 from .notices import tell_unread, tell_untied, tell_unused, without_effect
 from .plain import check_dtypes, check_plain
+from .refusals import in_words
 from .tensors import Tensors, explained
 from .tying import EMBEDDING, HEAD
 
@@ -105,12 +106,13 @@ def _load(
         model = ParallelTransformer(config, recompute=recompute, mlp_recompute=mlp_recompute, **on_meta)
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError(
-            f"{directory / CONFIG}: no model has these values ({_in_words(error)}); its largest "
+            f"{directory / CONFIG}: no model has these values ({in_words(error)}); its largest "
             f"fields are {claims.largest(raw)}"
         ) from error
     params: dict[str, torch.Tensor] = dict(model.named_parameters())
     _check_tensors(directory, config, set(params), params, files, raw)
-    model.to_empty(device=shared.device or torch.get_default_device())
+    device = shared.device or torch.get_default_device()
+    model._apply(lambda tensor: _empty_like(tensor, device))
     _fill(_by_file_names(named_entries(model), config, files), files)
     _check_unchanged(directory, sums)
     model.loaded_from = directory.absolute()
@@ -292,9 +294,11 @@ def _check_tensors(
             claims.check_shape(name, tensors.shapes[name], logical(wanted[name]).shape, raw)
 
 
-def _in_words(error: Exception) -> str:
-    """An error's message in one line, without the stack of C++ that torch appends."""
-    return " ".join(str(error).partition("\nException raised from")[0].split())
+def _empty_like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Memory on ``device`` for a tensor on meta. ``torch.empty_like`` would import sympy for that."""
+    if is_dtensor(tensor):
+        return torch.empty_like(tensor, device=device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 @torch.no_grad()

@@ -110,7 +110,7 @@ def check_dtypes(dtypes: Mapping[str, str], parameters: Collection[str]) -> None
 
 
 def _quantised(folder: Path) -> str | None:
-    config = _json(folder / CONFIG)
+    config = json_object(folder / CONFIG)
     for inside, part in (("", config), ("text_config.", config.get("text_config"))):
         for key in ("quantization_config", "compression_config", "quantization"):
             given = part.get(key) if isinstance(part, Mapping) else None
@@ -118,7 +118,7 @@ def _quantised(folder: Path) -> str | None:
                 method = _method(given, *(["compressed-tensors"] if key == "compression_config" else []))
                 return f"quantised by {method} ({inside}{key} in {CONFIG}); {_unpacking(method)}"
     for name in _BESIDE:
-        given = _json(folder / name)
+        given = json_object(folder / name)
         given = given.get("quantization", given)  # hf_quant_config.json
         if isinstance(given, Mapping) and any(given.get(key) for key in _SETTINGS):
             method = _method(given, {"quantize_config.json": "gptq", "quant_config.json": "awq"}.get(name, "modelopt"))
@@ -180,7 +180,7 @@ def _of_gguf(path: Path) -> str:
 
 
 def _of_adapter(folder: Path, beside_weights: bool) -> str:
-    base = _json(folder / _ADAPTER).get("base_model_name_or_path") or "its base model"
+    base = json_object(folder / _ADAPTER).get("base_model_name_or_path") or "its base model"
     how = (
         f"merge it into {base}: PeftModel.from_pretrained(base, {str(folder)!r}).merge_and_unload()"
         '.save_pretrained("merged") of peft'
@@ -215,7 +215,7 @@ def _found(folder: Path, pattern: str) -> Iterator[Path]:
     return iter(sorted(folder.glob(either_case)))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
     """A JSON object in a file; {} if there is none, or one that its reader will refuse."""
     try:
         value = json.loads(path.read_bytes()) if path.is_file() else {}

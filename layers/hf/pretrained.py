@@ -33,12 +33,12 @@ from .folders import (
     _check_files,
     _check_unchanged,
     _claimed,
-    _in_words,
     _weight_files,
     read_generation_config,
 )
 from .notices import tell_unread, tell_untied, tell_unused, without_effect
 from .plain import check_dtypes
+from .refusals import refusals_of
 from .tensors import Tensors, explained
 from .tying import owners, ties
 
@@ -199,25 +199,6 @@ def _fitting(model: Any, tensors: Tensors, config: Mapping[str, Any], folder: Pa
             claims.check_shape(target.name, shapes[0], made[0].shape, config)
         claims.check_amount(target.name, sum(map(math.prod, shapes)), sum(each.numel() for each in made), config)
     return targets
-
-
-@contextmanager
-def refusals_of(folder: Path, config: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Explain transformers' refusal of a folder: it needs Python code of its own, or has values that no model has."""
-    try:
-        yield
-    except (OSError, ImportError, MemoryError):
-        raise
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"{folder} asks for Python code of its own (auto_map), which is never run here: expected a model and a "
-                "tokenizer that transformers itself has"
-            ) from error
-        if isinstance(error, ValueError):
-            raise
-        cause = f"; its largest fields are {claims.largest(config)}" if config else ""
-        raise ValueError(f"no model has these values ({_in_words(error)}){cause}") from error
 
 
 def _drop_kernels(config: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...kernels.runtime.checks import type_name
-from ...parallel.checkpoint.checkpoint import bare, named_entries
+from ...parallel.checkpoint.entries import bare, named_entries
 from ...parallel.core.agreement import agree, together
 from ...parallel.core.mesh import MeshLike, everyone, whole_group
 from ...parallel.core.sharding import gather

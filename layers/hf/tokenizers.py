@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import COMPANIONS, GENERATION
-from .pretrained import refusals_of
+from .config import COMPANIONS, CONFIG, GENERATION, MODEL_TYPES
+from .plain import json_object
+from .refusals import refusals_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,7 +27,7 @@ def load_tokenizer(folder: Path) -> Any:
     ImportError without transformers.
     """
     try:
-        from transformers import AutoTokenizer
+        import transformers  # noqa: F401
     except ImportError:
         raise ImportError(
             "a tokenizer needs transformers, which is not installed: pip install 'shardfuse[hf]'"
@@ -35,12 +36,37 @@ def load_tokenizer(folder: Path) -> Any:
         raise FileNotFoundError(f"{folder}: there is no such folder: expected a tokenizer's files")
     try:
         with refusals_of(folder):
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = _class(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds of errors
         raise ValueError(f"{folder}: its tokenizer cannot be loaded ({_SAVE}): {error}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without the files
         raise ValueError(f"{folder}: a tokenizer's files are missing there: {_SAVE}")
     return tokenizer
+
+
+def _class(folder: Path) -> Any:
+    """transformers' class for the tokenizer in ``folder``.
+
+    AutoTokenizer imports what its models need, a config's checks and torch's compiler among it, which takes longer than
+    torch itself. For the models of our own layers this function finds the class that AutoTokenizer would.
+    """
+    import transformers
+
+    settings, file = json_object(folder / "tokenizer_config.json"), folder / "tokenizer.json"
+    name, config = settings.get("tokenizer_class"), json_object(folder / CONFIG)
+    if isinstance(name, str) and config.get("model_type") in MODEL_TYPES.values() and file.is_file():
+        name, general = name.removesuffix("Fast"), transformers.PreTrainedTokenizerFast
+        own = "auto_map" in settings or "auto_map" in config
+        if own or not name.endswith(("Tokenizer", "TokenizersBackend")):
+            return transformers.AutoTokenizer
+        if name in ("PreTrainedTokenizer", "TokenizersBackend"):
+            return general
+        if name == "LlamaTokenizer" and b'"ByteLevel"' in file.read_bytes():  # as that of Llama 3, which has no class
+            return general
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, general):
+            return found
+    return transformers.AutoTokenizer
 
 
 def holds_tokenizer(folder: Path) -> bool:

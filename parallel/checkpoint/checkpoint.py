@@ -22,21 +22,19 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..core import agreement, collectives
 from ..core.mesh import Group, MeshLike, everyone, whole_group
 from ..core.sharding import as_stored, gather, host_copy, local_tensor, logical, on_first_rank
-from ..parallel_model import ParallelModel
 from . import checked, rng_state, storage, tensor_files
+from .entries import bare, named_entries
 from .index import FILE
 
 __all__ = [
     "Snapshot",
     "full_state_dict",
     "load_checkpoint",
-    "named_entries",
     "read_extra",
     "save_checkpoint",
     "take_snapshot",
@@ -201,36 +199,6 @@ def _state_holder(optimizer: Optimizer) -> Optimizer:
     return (
         optimizer.optim if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else optimizer
     )
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """``model`` without its wrappers: ``parallelize``, DistributedDataParallel, torch.compile."""
-    while True:
-        if isinstance(model, ParallelModel | DistributedDataParallel):
-            model = cast(nn.Module, model.module)
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def named_entries(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters and persistent buffers by name; tied ones appear under their first name only.
-
-    Names are the bare model's.
-    """
-    model = bare(model)
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, entry in model.state_dict(keep_vars=True).items():
-        if not isinstance(entry, torch.Tensor):
-            raise ValueError(f"{name}: a checkpoint holds tensors, not {type(entry).__name__}; keep it in extra")
-        if entry.is_meta:
-            raise ValueError(f"{name} is on the meta device: call model.to_empty(device=...) first")
-        if id(entry) not in seen:
-            found[name] = entry
-            seen.add(id(entry))
-    return found
 
 
 def _optimized(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str, torch.Tensor]]]:

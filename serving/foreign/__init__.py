@@ -9,6 +9,12 @@ served; ``probe.py`` runs a few tokens before serving and compares the results w
 Letters: T tokens of a step, N query heads, K KV heads, H head size of keys, Hv of values, V vocabulary, R ranks.
 """
 
-from .served import Served, is_foreign
+from __future__ import annotations
 
-__all__ = ["Served", "is_foreign"]
+from typing import Any
+
+
+def is_foreign(model: Any) -> bool:
+    """Whether ``model`` is one of transformers' models; the check does not import transformers."""
+    kinds = [(base.__module__, base.__name__) for base in type(model).__mro__]
+    return ("transformers.modeling_utils", "PreTrainedModel") in kinds

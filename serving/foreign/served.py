@@ -13,6 +13,7 @@ from torch import nn
 from ...layers.attention.paged import PagedBatch
 from ...layers.fuse.view import names_in
 from ..weight_check import check_weights
+from ..wrapper import Wrapper
 from . import attention, limits, own
 from .probe import Heads, Recorder, compare, tokens_of
 from .step import Loan, Pass, computing
@@ -30,13 +31,7 @@ class ServedConfig:
     max_positions: int
 
 
-def is_foreign(model: Any) -> bool:
-    """Whether ``model`` is one of transformers' models; the check does not import transformers."""
-    kinds = [(base.__module__, base.__name__) for base in type(model).__mro__]
-    return ("transformers.modeling_utils", "PreTrainedModel") in kinds
-
-
-class Served:
+class Served(Wrapper):
     """``model`` over the engine's pages: see :class:`~shardfuse.serving.models.ServableModel`.
 
     The model keeps its parameters and its forward. It is unchanged outside of the engine's passes, and during a pass

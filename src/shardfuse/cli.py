@@ -8,6 +8,7 @@ This module parses arguments and reports errors. The modules ``bench``, ``confor
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import warnings
@@ -42,6 +43,8 @@ def main() -> None:
         sys.exit(130)
     except _EXPLAINED as error:
         sys.exit(errors.report(error))
+    finally:
+        gc.freeze()  # a search for garbage at the very end would take a third of a second
 
 
 def _print_version(wanted: bool) -> None:
