@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,8 +24,10 @@ from ..kernels.runtime.sealing import SealBroken
 from ..layers.attention.paged import default_block_size
 from ..layers.trial import trial
 from ..parallel.core.collectives import CollectiveError
+from ..parallel.core.mesh import MeshLike
 from .admission import Admission
 from .allocator import BlockAllocator
+from .chat import ChatFormat
 from .generation import GenerationDefaults, eos_token_ids
 from .guiding import Guides, wait_for
 from .host_space import HostSpace
@@ -34,10 +37,14 @@ from .ranks import RanksLost
 from .request import Finish, Request, SequenceState, TokenEvent
 from .runner import Runner
 from .sampling import LogitsNotFinite, Sampled
+from .sampling_params import SamplingParams
 from .scheduler import Chunk, Scheduler
 from .stats import EngineLoad, EngineStats
 from .text import AnswerText, Decoders, Tokenizer
 from .weight_check import check_weights
+
+if TYPE_CHECKING:
+    from .chat_answer import ChatAnswer
 
 KV_DTYPES = {CACHE_NAMES[dtype]: dtype for dtype in QUANTISED}
 
@@ -79,7 +86,8 @@ class Engine:
             thread (``windows.py``). Roundings still differ between numbers of ranks, processors, libraries and dtypes.
         impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
         tokenizer: the model's tokenizer, of ``tokenizers`` or transformers, or any object with ``decode(ids) -> str``.
-            With it events carry text, and requests may have stop strings and guides.
+            With it events carry text, and requests may have stop strings and guides; one of transformers with a chat
+            template also allows :meth:`chat`.
         generation: the model's settings for generation; None: those that it carries. Answers end at their
             ``eos_token_ids``, or else at the config's; their other defaults are a server's to apply.
         guide_timeout_s: processor time in which a guide must compile. Compiling is tried in another process first, so
@@ -168,7 +176,9 @@ class Engine:
         self._leads = model.group.rank == 0
         self._lost: RanksLost | None = None
         self._paused = False
+        self._tokenizer = tokenizer
         self._decoders = None if tokenizer is None else Decoders(tokenizer)
+        self._chats: ChatFormat | None = None
         memory = whole_number("Engine: guide_memory_mib", guide_memory_mib) << 20
         self._guides = Guides(tokenizer, config.vocab_size, guide_timeout_s, memory)
         self._admission = Admission(
@@ -187,6 +197,31 @@ class Engine:
         self._cancelled: list[TokenEvent] = []  # reported by the next step
         self._one_by_one = False  # whether the next step computes each sequence by itself, to find the one that fails
         self.open()
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str], mesh: MeshLike = None, **options: Any) -> Engine:
+        """The engine of a folder of transformers: model, tokenizer, settings for generation, and as many blocks as the
+        memory holds.
+
+            engine = Engine.from_pretrained("folder")
+            for text in engine.chat([{"role": "user", "content": "Name three colours."}]):
+                print(text, end="", flush=True)
+
+        Args:
+            folder: ``config.json``, weights in safetensors, and a tokenizer.
+            mesh: tensor-parallel ranks. All of them call this; those but rank 0 then call :meth:`follow`.
+            options: ``dtype`` ("fp32", "bf16" or "fp16"; default the folder's), ``device`` ("cpu" or "cuda"),
+                ``cache_gib`` (of keys and values on each rank), and the other fields of
+                :class:`~shardfuse.serving.folder.FolderOptions`.
+
+        The model becomes a :class:`ParallelTransformer` where possible; any other one is transformers' own, fused.
+
+        Raises ImportError without transformers; FileNotFoundError for a missing folder or file; ValueError for a folder
+        that cannot be read, a model that cannot be served, or sizes that cannot work; TypeError for an unknown option.
+        """
+        from .folder import FolderOptions, open_folder
+
+        return open_folder(FolderOptions.of(folder, options), mesh).engine
 
     def __enter__(self) -> Engine:
         self.open()
@@ -498,6 +533,37 @@ class Engine:
             self._cancelled.clear()
             self._rest()
         return list(answers.values())
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        **template: Any,
+    ) -> ChatAnswer:
+        """The answer to ``messages`` by the model's chat template; iterate over it for its text as it comes.
+
+        Args:
+            messages: of OpenAI's form, with text alone.
+            tools: that the model may call, of OpenAI's form; the answer's ``message`` holds the calls.
+            max_new_tokens: None: the model's own setting, else as many as there is room for.
+            sampling: None: the model's own settings, as transformers' ``generate`` applies them.
+            template: variables of the chat template, such as ``enable_thinking=False``.
+
+        Raises ValueError for a model without a chat template, messages or tools that it refuses, and a chat without
+        room for an answer; RuntimeError while other requests are being served.
+        """
+        from . import chat_answer
+
+        if self._chats is None:
+            if not callable(getattr(self._tokenizer, "apply_chat_template", None)):
+                raise ValueError("chat: the engine needs a tokenizer of transformers: Engine(model, tokenizer=...)")
+            self._chats = ChatFormat(self._tokenizer, self.model.config.vocab_size, self.eos_token_ids)
+        return chat_answer.begin(
+            self, self._tokenizer, self._chats, messages, tools, max_new_tokens, sampling, template
+        )
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[list[New]]:
         """The outcomes of each chunk: none if it does not sample, a token for each answer, or a sequence's error."""

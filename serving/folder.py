@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..kernels.runtime.names import expected
 from ..layers.attention.paged import default_block_size
 from ..layers.hf.chat_template import ChatTemplate
 from ..layers.hf.config import GENERATION
@@ -63,6 +66,26 @@ class FolderOptions:
     invariant: bool = False
     guide_timeout_s: float = 10.0
     guide_memory_mib: int = 1024
+
+    @classmethod
+    def of(cls, folder: str | os.PathLike[str], options: Mapping[str, Any]) -> FolderOptions:
+        """Those of :meth:`Engine.from_pretrained`. Raises TypeError for an unknown one."""
+        known = [each.name for each in fields(cls)][1:]
+        if unknown := [name for name in options if name not in known]:
+            if unknown[0] in ("num_blocks", "tokenizer", "generation", "impl"):
+                raise TypeError(
+                    f"from_pretrained: {unknown[0]} follows from the folder and the memory (cache_gib): to set it, "
+                    "load the model with load_hf or load_pretrained and call Engine(model, ...)"
+                )
+            hint = expected(unknown[0], known)
+            raise TypeError(f"from_pretrained() got an unexpected keyword argument {unknown[0]!r}; {hint}")
+        given = dict(options)
+        if isinstance(given.get("dtype"), torch.dtype):
+            names = {dtype: name for name, dtype in DTYPES.items()}
+            given["dtype"] = names.get(given["dtype"], str(given["dtype"]))
+        if given.get("chat_template") is not None:
+            given["chat_template"] = Path(given["chat_template"])
+        return cls(Path(folder), **given)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import operator
+import secrets
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +122,13 @@ class GenerationDefaults:
         if self.max_length is None or self.max_length <= prompt:  # it leaves no room: it was meant for other prompts
             return usual
         return min(usual, self.max_length - prompt)
+
+    def usual_sampling(self) -> dict[str, Any]:
+        """Fields of :class:`SamplingParams` for a caller who says nothing, as transformers' ``generate`` has them:
+        greedy unless ``do_sample`` is set. The seed is a new one.
+        """
+        usual = {"temperature": 1.0, **self.sampling} if self.do_sample else {**self.sampling, "temperature": 0.0}
+        return {"seed": secrets.randbits(63), **usual}
 
     def words(self) -> list[str]:
         """The defaults in force, each with its value."""

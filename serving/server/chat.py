@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..chat import AnswerReader, for_template
 from ..guide import Guide
 from ..request import Request, TokenEvent
 from ..tools import Call, Tool, ToolParser
@@ -61,14 +62,14 @@ async def prompt_of(
             "continue_final_message and add_generation_prompt are both true: set add_generation_prompt to false",
             "continue_final_message",
         )
-    if not served.template:
+    if not served.chat.template:
         raise invalid(
             "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
             "messages",
         )
-    if tools and not served.template.names_tools:
+    if tools and not served.chat.template.names_tools:
         raise invalid("the model's chat template does not mention tools, so it would never see them", "tools")
-    if clash := served.template.own_arguments & set(more or {}):  # such as the template itself
+    if clash := served.chat.template.own_arguments & set(more or {}):  # such as the template itself
         raise invalid(f"chat_template_kwargs: {min(clash)} is the server's own", "chat_template_kwargs")
     most = served.max_model_len if most is None else most
     served.check_characters(sum(map(_characters, messages)), most)
@@ -78,7 +79,7 @@ async def prompt_of(
     render = functools.partial(_rendered, served, messages, tools, chosen)
     text = await served.aside(render) if large else render()
     said = _text(messages[-1]) if continue_last else ""
-    return Prompt(await served.encode(text, special, most), served.template.begun_thought(text, said))
+    return Prompt(await served.encode(text, special, most), served.chat.template.begun_thought(text, said))
 
 
 def _characters(message: protocol.Message) -> int:
@@ -99,25 +100,11 @@ def _rendered(
 ) -> str:
     try:
         shown = [each.model_dump(exclude_none=True) for each in tools] if tools else None
-        return served.template.render([_plain(each) for each in messages], shown, **chosen)
+        return served.chat.template.render(
+            [for_template(each.model_dump(exclude_none=True)) for each in messages], shown, **chosen
+        )
     except Exception as error:  # templates raise any error
         raise invalid(f"the model's chat template refuses these messages: {error}", "messages") from None
-
-
-def _plain(message: protocol.Message) -> dict[str, Any]:
-    """The message in templates' form: text in one piece, and arguments of calls as an object."""
-    plain = message.model_dump(exclude_none=True)
-    plain["content"] = _text(message)
-    for call in plain.get("tool_calls", []):
-        call["function"]["arguments"] = _object(call["function"]["arguments"])
-    return plain
-
-
-def _object(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
 
 
 def _choice_of(served: Served, body: protocol.ChatRequest) -> tuple[list[Tool], Guide | None]:
@@ -140,7 +127,7 @@ def _choice_of(served: Served, body: protocol.ChatRequest) -> tuple[list[Tool], 
         return callable_, None
     most = 1 if body.parallel_tool_calls is False or isinstance(choice, protocol.NamedTool) else _MOST_CALLS
     try:
-        return callable_, Guide.grammar(served.tools.grammar(callable_, most, served.added_tokens))
+        return callable_, Guide.grammar(served.chat.tools.grammar(callable_, most, served.chat.added_tokens))
     except ValueError as error:
         raise invalid(str(error), "tools") from None
     except NotImplementedError:
@@ -180,20 +167,18 @@ async def request_of(served: Served, body: protocol.ChatRequest, caller: Caller)
     )
     tokens = translate.truncated(served, body, prompt.tokens, asked or 1, False)
     check_prompt_bytes(served, prompt_bytes(len(tokens), None, scored), "prompt_logprobs")
-    visible = served.tool_marks.difference(body.stop_token_ids or ()) if tools else ()
+    visible = served.chat.marks.difference(body.stop_token_ids or ()) if tools else ()
     request = form.request(tokens, asked, None, visible=visible)
     thought = prompt.thought if forced is None else ""  # a forced call is no thought, though the prompt begins one
-    return Asked(request, functools.partial(served.tools.parser, tools, thought) if tools else None)
+    return Asked(request, functools.partial(served.chat.tools.parser, tools, thought) if tools else None)
 
 
 @dataclass
 class _Message:
     """The progress of one choice."""
 
-    parser: ToolParser | None
+    reader: AnswerReader
     call_id: Callable[[], str]
-    hidden: Sequence[str] = ()  # marks that content does not show
-    most_calls: int | None = None
     content: list[str] = field(default_factory=list)
     calls: list[tuple[Call, list[str]]] = field(default_factory=list)  # each with the pieces of its arguments
     scores: JsonList = field(default_factory=JsonList)
@@ -201,22 +186,7 @@ class _Message:
 
     def take(self, event: TokenEvent) -> list[str | Call]:
         """The new pieces of content and of calls."""
-        if self.parser is None:
-            return [event.text] if event.text else []
-        found: list[str | Call] = []
-        for piece in [*self.parser.push(event.text), *(() if event.finish is None else self.parser.flush())]:
-            if not isinstance(piece, str):
-                found += [piece] if self.most_calls is None or piece.index < self.most_calls else []
-            elif shown := functools.reduce(lambda text, mark: text.replace(mark, ""), self.hidden, piece):
-                found.append(shown)
-        return found
-
-    def finish(self, why: str | None) -> str | None:
-        """The finish reason in OpenAI's terms: ``why`` also of an answer that ends within a call's arguments."""
-        if why != "stop" or self.parser is None or not self.parser.calls:
-            return why
-        shown = self.most_calls is None or self.parser.calls <= self.most_calls
-        return why if self.parser.cut and shown else "tool_calls"
+        return self.reader.take(event.text, event.finish is not None)
 
     def begun(self, piece: Call) -> dict[str, Any]:
         """A call whose first piece is ``piece``."""
@@ -234,8 +204,8 @@ class _Message:
 
 def _messages(served: Served, body: protocol.ChatRequest, asked: Asked, answers: Answers) -> list[_Message]:
     most = 1 if body.parallel_tool_calls is False else None
-    new = functools.partial(_Message, call_id=served.tools.call_id, hidden=served.hidden_marks, most_calls=most)
-    return [new(asked.parser and asked.parser()) for _ in answers.all]
+    readers = [AnswerReader(asked.parser and asked.parser(), served.chat.hidden_marks, most) for _ in answers.all]
+    return [_Message(reader, served.chat.tools.call_id) for reader in readers]
 
 
 async def complete(served: Served, body: protocol.ChatRequest, caller: Caller) -> list[bytes]:
@@ -281,7 +251,7 @@ def _choice(body: protocol.ChatRequest, answer: Answer, message: _Message) -> by
     choice = {
         "index": answer.index,
         "message": said,
-        "finish_reason": message.finish(answer.finish),
+        "finish_reason": message.reader.finish(answer.finish),
         "stop_reason": answer.stop_reason,
     }
     more = {
@@ -337,7 +307,7 @@ async def stream(served: Served, body: protocol.ChatRequest, caller: Caller) -> 
             if more:
                 yield chunk(answer.index, {}, **more)
             if event.finish is not None:
-                yield chunk(answer.index, {}, message.finish(event.finish))
+                yield chunk(answer.index, {}, message.reader.finish(event.finish))
     if with_usage:
         yield {**head, "choices": [], "usage": answers.usage.json()}
 

@@ -12,13 +12,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ...layers.hf.chat_template import THOUGHTS, ChatTemplate
 from ..aio import AsyncEngine, Submitted
+from ..chat import ChatFormat
 from ..engine import Engine
 from ..ranks import RanksLost
-from ..request import QueueFull, Request, TokenEvent, TokenSet
+from ..request import QueueFull, Request, TokenEvent
 from ..sampling import LogitsNotFinite
-from ..tools import format_of, tool_format
 from .errors import ApiError, explained, invalid, unavailable
 from .metrics import Metrics
 from .options import ServerOptions
@@ -67,11 +66,8 @@ class Served:
         self.options = options
         self._wrong = wrong
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer)
-        self._shown_format = format_of(self.template)  # by the template
-        auto = options.tool_call_parser == "auto"
-        self.tools = tool_format(self._shown_format or "hermes" if auto else options.tool_call_parser, self.template)
         self.stop_ids = frozenset(stop_ids)
+        self.chat = ChatFormat(tokenizer, engine.model.config.vocab_size, self.stop_ids, options.tool_call_parser)
         self.defaults = engine.generation
         self.max_model_len = engine.max_model_len
         self.max_positions = engine.model.config.max_positions
@@ -267,36 +263,6 @@ class Served:
 
     def _encode(self, text: str, special: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=special))
-
-    def tools_words(self) -> str:
-        """How calls of tools are read, in words; "" if the model never sees tools."""
-        if not self.template or not self.template.names_tools:
-            return ""
-        said = f"calls of tools are read in the format {self.tools.name}"
-        if self._shown_format is None:
-            return f"{said}, because the chat template shows none (--tool-call-parser sets it)"
-        if self._shown_format != self.tools.name:
-            return f"warning: {said}, and the chat template writes them in {self._shown_format}"
-        return f"{said}, that of the chat template"
-
-    @functools.cached_property
-    def added_tokens(self) -> dict[str, int]:
-        """The numbers of the tokenizer's added tokens that the model has."""
-        found: dict[str, int] = self.tokenizer.get_added_vocab()
-        return {text: token for text, token in found.items() if token < self.vocab_size}
-
-    @functools.cached_property
-    def tool_marks(self) -> TokenSet:
-        """The tokens by which calls of tools and thoughts are found, and which the text of an answer therefore has."""
-        marks = (*self.tools.marks, *THOUGHTS, *THOUGHTS.values())
-        return TokenSet({self.added_tokens[each] for each in marks if each in self.added_tokens} - self.stop_ids)
-
-    @functools.cached_property
-    def hidden_marks(self) -> list[str]:
-        """The marks of thoughts that are special tokens, which content does not show."""
-        special = set(self.tokenizer.all_special_tokens)
-        special |= {each.content for each in self.tokenizer.added_tokens_decoder.values() if each.special}
-        return [each for each in (*THOUGHTS, *THOUGHTS.values()) if each in special]
 
     @functools.cached_property
     def first_tokens(self) -> list[int]:

@@ -402,8 +402,8 @@ class PlainParser:
 
 def test_another_packages_format_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     with scripted(tokenizer_of("hermes"), tool_call_parser="pythonic") as server:
-        assert type(server.served.tools).__name__ == "Pythonic"  # whatever the template says
-        monkeypatch.setattr(server.served, "tools", Plain())
+        assert type(server.served.chat.tools).__name__ == "Pythonic"  # whatever the template says
+        monkeypatch.setattr(server.served.chat, "tools", Plain())
         assert server.chat("a", ASK | {"tool_choice": "auto"})["message"]["content"] == "a!"
         refused = server.http.post("/v1/chat/completions", json=ASK)
         assert refused.status_code == 400

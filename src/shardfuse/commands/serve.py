@@ -66,7 +66,7 @@ def _lead(options: ServeOptions, model: Opening, console: Console, listener: Any
         engine.limit_waits(timedelta(seconds=options.server.health_timeout_s))
         served = Served(engine, opened.tokenizer, sorted(opened.stop_ids), options.server, wrong)
 
-        if words := served.tools_words():
+        if words := served.chat.words():
             say(words)
 
         def started(address: str, limits: str) -> None:
