@@ -12,7 +12,7 @@ from torch import nn
 
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.runtime.cost import PASSES, pass_bound, pass_bytes
-from ...layers import ParallelMLP
+from ...layers.mlp import ParallelMLP
 from ..harness.benchmark import Measurement, Settings, Work
 from ..harness.gate import Outputs, check_outputs, module_outputs
 from ..harness.stock import StockGatedMLP, StockMLP, compiled, training_step

@@ -20,7 +20,7 @@ from torch import nn
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.linear import apply_activation, gated_linear, linear_act
 from ...kernels.runtime import processor
-from ...layers import ParallelMLP
+from ...layers.mlp import ParallelMLP
 from ..harness import fast_mkl
 from ..harness.benchmark import Benchmark, Measurement, Settings
 from ..harness.fast_mkl import Forced

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ...layers import ParallelTransformer
+from ...layers.transformer import ParallelTransformer
 from ...parallel.core.mesh import data_coordinate, degree
 from ...parallel.parallelize import parallelize
 

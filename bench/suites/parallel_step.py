@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...kernels.dev.accuracy import Verdict
-from ...layers import ParallelTransformer, TransformerConfig
+from ...layers.config import TransformerConfig
+from ...layers.transformer import ParallelTransformer
 from ...parallel.audit.audit import Audit
 from ...parallel.core.rendezvous import init_mesh, shutdown
 from ..harness.benchmark import Benchmark, Measurement, Settings

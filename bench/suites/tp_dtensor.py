@@ -28,9 +28,11 @@ from torch.distributed.tensor.parallel import (
 
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.runtime import processor
-from ...layers import ParallelBlock, ParallelMLP, TransformerConfig
 from ...layers.attention.rope import Rotary
 from ...layers.attention.rope import rope_tables as our_tables
+from ...layers.block import ParallelBlock
+from ...layers.config import TransformerConfig
+from ...layers.mlp import ParallelMLP
 from ..harness.benchmark import Benchmark, Measurement, Settings
 from ..harness.gate import check_outputs, join_layers, module_outputs
 from ..harness.ranks import compare_on_ranks, on_ranks, worst

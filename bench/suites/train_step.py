@@ -29,9 +29,11 @@ from torch import nn
 
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.dev.shapes import MODELS
-from ...layers import ParallelBlock, ParallelMLP, TransformerConfig
 from ...layers.attention.rope import Rotary
 from ...layers.attention.rope import rope_tables as our_tables
+from ...layers.block import ParallelBlock
+from ...layers.config import TransformerConfig
+from ...layers.mlp import ParallelMLP
 from ..harness.benchmark import Benchmark, Measurement, Settings, Work
 from ..harness.gate import Outputs, check_outputs, join_layers
 from ..harness.stock import StockBlock, StockMLP, compiled, rope_tables

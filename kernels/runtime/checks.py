@@ -1,13 +1,12 @@
-"""Checks of arguments that several floors share. They run at construction, or after a call has failed."""
+"""Checks of arguments that several floors share. They run at construction, or after a call has failed.
+
+The command line checks its arguments with them before it imports torch, so this module does not.
+"""
 
 from __future__ import annotations
 
 import operator
 from typing import Any
-
-import torch
-
-from .dispatch import IMPLS
 
 
 def whole_number(name: str, value: Any, *, least: int = 1) -> int:
@@ -25,12 +24,16 @@ def whole_number(name: str, value: Any, *, least: int = 1) -> int:
 
 def check_impl(impl: str) -> None:
     """ValueError unless ``impl`` is one of IMPLS, before any op is asked for it."""
+    from .dispatch import IMPLS
+
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r}: expected one of {', '.join(IMPLS)}")
 
 
 def expect_tensor(op: str, name: str, value: Any) -> None:
     """TypeError unless ``value`` is a tensor. Calls that failed use it to say why."""
+    import torch
+
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{op}: {name} is a {type_name(value)}: expected a torch.Tensor; torch.as_tensor({name}) makes one"

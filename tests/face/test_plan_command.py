@@ -14,9 +14,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import shardfuse as sf
-from shardfuse import planning
+from shardfuse import TransformerConfig, planning
 from shardfuse.cli import app
-from shardfuse.layers import TransformerConfig
 from shardfuse.layers.hf.folders import config_to_hf
 from shardfuse.parallel.plan import check, shapes
 from shardfuse.parallel.plan.hardware import GPUS

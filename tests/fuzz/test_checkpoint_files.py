@@ -23,7 +23,7 @@ from checkpoint_case import Exploit, Net, adamw, sign, train
 from fuzz import Fuzz
 from torch.distributed.checkpoint import filesystem, metadata
 
-from shardfuse.layers import ParallelTransformer, TransformerConfig
+from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.layers.hf.folders import export_hf, load_hf
 from shardfuse.parallel.checkpoint import checked
 from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, save_checkpoint

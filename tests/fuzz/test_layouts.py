@@ -13,7 +13,7 @@ import pytest
 from fuzz import Fuzz
 from layout_case import compare_spread, make_batches
 
-from shardfuse.layers import TransformerConfig
+from shardfuse import TransformerConfig
 from shardfuse.parallel.pipeline.schedules import SCHEDULES
 
 pytestmark = [pytest.mark.nightly, pytest.mark.fuzz]

@@ -14,8 +14,8 @@ from oracle import assert_same_model
 from torch import nn
 from wire import omit, sites_seen
 
+from shardfuse import ParallelMLP, ParallelTransformer
 from shardfuse.explanation import explain
-from shardfuse.layers import ParallelMLP, ParallelTransformer
 from shardfuse.layers.grid.attention import GridAttention
 from shardfuse.layers.grid.linear import GridLinear
 from shardfuse.layers.grid.mlp import GridMLP

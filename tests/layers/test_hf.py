@@ -15,8 +15,8 @@ from oracle import assert_same_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.kernels.dev import accuracy
-from shardfuse.layers import ParallelTransformer, TransformerConfig
 from shardfuse.layers.hf import folders
 from shardfuse.layers.hf.folders import (
     config_from_hf,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracle import assert_same_model
 
-from shardfuse.layers import ParallelTransformer, TransformerConfig
+from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.layers.hf.folders import export_hf, load_hf, load_hf_weights, read_hf_config
 from shardfuse.parallel.core.mesh import SINGLE
 from shardfuse.parallel.core.rendezvous import init_mesh

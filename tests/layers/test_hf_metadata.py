@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardfuse import ParallelMLP, parallelize
-from shardfuse.layers import ParallelTransformer, TransformerConfig, VocabParallelEmbedding
+from shardfuse import ParallelMLP, ParallelTransformer, TransformerConfig, VocabParallelEmbedding, parallelize
 from shardfuse.layers.hf.folders import (
     config_from_hf,
     config_to_hf,

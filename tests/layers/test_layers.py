@@ -11,11 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from shardfuse.bench.harness.gate import join_layers
-from shardfuse.kernels.dev import accuracy
-from shardfuse.kernels.rope import apply_rope
-from shardfuse.kernels.runtime import dispatch
-from shardfuse.layers import (
+from shardfuse import (
     ColumnParallelLinear,
     LayerNorm,
     ParallelAttention,
@@ -27,6 +23,10 @@ from shardfuse.layers import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
+from shardfuse.bench.harness.gate import join_layers
+from shardfuse.kernels.dev import accuracy
+from shardfuse.kernels.rope import apply_rope
+from shardfuse.kernels.runtime import dispatch
 from shardfuse.layers.attention.rope import Rotary, rope_tables
 from shardfuse.parallel.core.mesh import Group
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shardfuse.kernels.dev import accuracy
-from shardfuse.layers import (
+from shardfuse import (
     ColumnParallelLinear,
     LayerNorm,
     ParallelAttention,
@@ -25,6 +24,7 @@ from shardfuse.layers import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
+from shardfuse.kernels.dev import accuracy
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import Group, tp_group
 from shardfuse.parallel.core.sharding import local_tensor, spec_of

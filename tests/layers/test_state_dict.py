@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from shardfuse.kernels.dev import accuracy
-from shardfuse.layers import (
+from shardfuse import (
     ColumnParallelLinear,
     LayerNorm,
     ParallelAttention,
@@ -27,6 +26,7 @@ from shardfuse.layers import (
     TransformerConfig,
     VocabParallelEmbedding,
 )
+from shardfuse.kernels.dev import accuracy
 from shardfuse.layers.attention.paged import PagedAttention
 from shardfuse.parallel.checkpoint.checkpoint import full_state_dict
 from shardfuse.parallel.core.mesh import tp_group

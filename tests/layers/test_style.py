@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
+from shardfuse import ColumnParallelLinear, ParallelMLP, RowParallelLinear, VocabParallelEmbedding
 from shardfuse.kernels.dev import accuracy
-from shardfuse.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear, VocabParallelEmbedding
 from shardfuse.layers.style import ColumnParallel, FusedMLP, RowParallel, SequenceParallelNorm, VocabParallel
 from shardfuse.parallel.checkpoint.checkpoint import full_state_dict
 from shardfuse.parallel.core import collectives

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from wire import omit, sites_seen
 
+from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.kernels.dev import accuracy
 from shardfuse.kernels.rope import apply_rope
-from shardfuse.layers import ParallelTransformer, TransformerConfig
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import Group, tp_group
 from shardfuse.parallel.core.rendezvous import init_mesh

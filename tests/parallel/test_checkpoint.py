@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_case import FFN, SHAPES, WIDTH, Net, adamw, assert_equal, train
 from torch import nn
 
-from shardfuse.layers import ColumnParallelLinear
+from shardfuse import ColumnParallelLinear
 from shardfuse.parallel.checkpoint import storage, tensor_files
 from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
 from shardfuse.parallel.core.mesh import SINGLE, Group, tp_group

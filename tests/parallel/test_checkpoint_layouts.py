@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.kernels.dev import accuracy
-from shardfuse.layers import ParallelTransformer, TransformerConfig
 from shardfuse.parallel.checkpoint import storage, tensor_files
 from shardfuse.parallel.checkpoint.manager import Checkpointer
 from shardfuse.parallel.core.mesh import data_coordinate

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import shardfuse as sf
-from shardfuse.layers import ParallelAttention, ParallelTransformer, TransformerConfig
+from shardfuse import ParallelAttention, ParallelTransformer, TransformerConfig
 from shardfuse.layers.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from shardfuse.layers.style import ColumnParallel, RowParallel, SequenceParallelNorm
 from shardfuse.parallel.core.collectives import local_slice

@@ -20,9 +20,8 @@ from documents_case import (
     one_process,
 )
 
-from shardfuse import GridTransformer
+from shardfuse import GridTransformer, ParallelTransformer
 from shardfuse.kernels.runtime import dispatch
-from shardfuse.layers import ParallelTransformer
 from shardfuse.layers.attention.sdpa import attend
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh

@@ -10,8 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardfuse import ParallelMLP, ParallelTransformer, TransformerConfig, parallelize
-from shardfuse.layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear, VocabParallelEmbedding
+from shardfuse import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
+    ParallelTransformer,
+    RowParallelLinear,
+    TransformerConfig,
+    VocabParallelEmbedding,
+    parallelize,
+)
 from shardfuse.parallel.core.first_calls import COMPARED_CALLS
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.parallel_model import CHECKED_CALLS, _weight

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from layout_case import BUDGET, compare_spread, make_batches, train_alone
 
-from shardfuse.layers import ParallelTransformer, TransformerConfig
+from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.parallelize import parallelize

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shardfuse.layers import TransformerConfig
+from shardfuse import TransformerConfig
 from shardfuse.layers.config import part_costs
 from shardfuse.parallel.pipeline.partition import balanced, loads, owners
 

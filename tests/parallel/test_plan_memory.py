@@ -22,7 +22,7 @@ from plan_memory_case import (
 )
 from plan_memory_case import case as make_case
 
-from shardfuse.layers import ParallelTransformer
+from shardfuse import ParallelTransformer
 from shardfuse.layers.transformer import FUSED_LOSS_BYTES
 from shardfuse.parallel.plan import stages
 from shardfuse.parallel.plan.memory import of_rank, parameters

@@ -13,8 +13,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardfuse import ColumnParallelLinear, ParallelBlock, ParallelMLP, TransformerConfig
 from shardfuse.kernels.runtime import autograd
-from shardfuse.layers import ColumnParallelLinear, ParallelBlock, ParallelMLP, TransformerConfig
 from shardfuse.parallel.pipeline.split_backward import stage_backward_input, stage_backward_weight
 from shardfuse.parallel.zero.recompute import recomputed
 

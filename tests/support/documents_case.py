@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardfuse.layers import ParallelTransformer, TransformerConfig
+from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.parallel.core.sharding import gather
 
 BUDGET = 1e-12

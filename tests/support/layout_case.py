@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardfuse.layers import ParallelTransformer, TransformerConfig
+from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.parallelize import parallelize

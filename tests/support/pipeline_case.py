@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.kernels.dev import accuracy
-from shardfuse.layers import ParallelTransformer, TransformerConfig, transformer
+from shardfuse.layers import transformer
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.random import manual_seed

@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 
+from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.kernels.runtime import dispatch
-from shardfuse.layers import ParallelTransformer, TransformerConfig, transformer
+from shardfuse.layers import transformer
 from shardfuse.layers.fuse.traffic import _off_meta
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh
