@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .chat import AnswerReader, ChatFormat, for_template
-from .request import Request
+from .request import Request, TokenEvent
 from .sampling_params import SamplingParams
 from .tools import Call, Tool
 
@@ -24,13 +24,15 @@ class ChatAnswer:
 
     Attributes:
         finish: why it ended: "stop", "tool_calls", "length", "cancelled" or "error"; None before that.
-        tokens: generated so far.
-        prompt_tokens: of the rendered chat.
+        tokens: the ids of those generated so far.
+        prompt_tokens: how many the rendered chat has.
+        stop_reason: the stop string or the token of the request that ended the answer; None for one of the model.
     """
 
     def __init__(self, engine: Engine, request: Request, reader: AnswerReader, chats: ChatFormat) -> None:
         self.finish: str | None = None
-        self.tokens = 0
+        self.tokens: list[int] = []
+        self.stop_reason: int | str | None = None
         self.prompt_tokens = len(request.prompt)
         self._reader, self._call_id = reader, chats.tools.call_id
         self._content: list[str] = []
@@ -39,6 +41,10 @@ class ChatAnswer:
         self._pieces = self._read()
 
     def __iter__(self) -> Iterator[str]:
+        return filter(None, self._pieces)
+
+    def steps(self) -> Iterator[str]:
+        """Like iterating, with an empty piece after a step that brings no text, for a caller who may stop it."""
         return self._pieces
 
     def stop(self) -> None:
@@ -61,18 +67,24 @@ class ChatAnswer:
 
     def _read(self) -> Generator[str]:
         try:
-            for event in self._engine.run():
-                if event.request != self._number:
-                    continue
-                if event.error is not None:
-                    self.finish = "error"
-                    raise RuntimeError(f"chat: {type(event.error).__name__}: {event.error}") from event.error
-                self.tokens += event.token is not None
-                yield from self._take(event.text, event.finish)
-                if self.finish is not None:
-                    return
+            while self._engine.lives(self._number):
+                if self._engine.paused:
+                    raise RuntimeError("chat: the engine is paused: call resume() first")
+                for event in self._engine.step():
+                    if event.request == self._number:
+                        yield from self._hear(event)
+                yield ""
         finally:
             self._end()
+
+    def _hear(self, event: TokenEvent) -> list[str]:
+        """The pieces of text that an event brings. Raises RuntimeError for an answer that failed."""
+        if event.error is not None:
+            self.finish = "error"
+            raise RuntimeError(f"chat: {type(event.error).__name__}: {event.error}") from event.error
+        self.tokens += [] if event.token is None else [event.token]
+        self.stop_reason = event.stop_reason
+        return self._take(event.text, event.finish)
 
     def _end(self) -> None:
         """Cancel what still runs, and take the text that was held back as the possible beginning of a stop string."""

@@ -17,6 +17,7 @@ from ..layers.attention.paged import default_block_size
 from ..layers.hf.chat_template import ChatTemplate
 from ..layers.hf.config import GENERATION
 from ..layers.hf.folders import check_claims, load_hf, read_hf_config
+from ..layers.hf.plain import check_there
 from ..layers.hf.tokenizers import load_tokenizer
 from ..parallel.core.agreement import together
 from ..parallel.core.mesh import MeshLike, tp_group
@@ -208,10 +209,7 @@ def _short(count: float) -> str:
 
 
 def _tokenizer(options: FolderOptions) -> Any:
-    if not options.folder.exists():
-        raise FileNotFoundError(
-            f"{options.folder}: there is no such folder: expected config.json, weights and a tokenizer"
-        )
+    check_there(options.folder)
     check_claims(options.folder)  # transformers' tokenizers read the config as well
     tokenizer = load_tokenizer(options.folder)
     if options.chat_template is not None:

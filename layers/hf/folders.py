@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +38,7 @@ from .config import (
 )
 from .export import export_hf
 from .notices import tell_unread, tell_untied, tell_unused, without_effect
-from .plain import check_dtypes, check_plain
+from .plain import check_dtypes, check_plain, check_there
 from .refusals import in_words
 from .tensors import Tensors, explained
 from .tying import EMBEDDING, HEAD
@@ -122,7 +121,7 @@ def _load(
 
 def _claimed(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, Any], dict[Path, list[str]]]:
     """The config and the files' names, once the sizes that the one claims are compared with the others."""
-    _check_downloaded(directory)
+    check_there(directory, f"{CONFIG} and weights")
     raw = _read_json(directory / CONFIG, sums)
     files = _weight_files(directory, sums)
     with explained(directory / CONFIG):
@@ -137,7 +136,7 @@ def check_claims(directory: StrPath) -> None:
     of :func:`check_plain` as well; a file that the folder's index names and that is missing is left to the loader.
     """
     folder = Path(directory)
-    _check_downloaded(folder)
+    check_there(folder, f"{CONFIG} and weights")
     check_plain(folder)
     with suppress(FileNotFoundError):
         _claimed(folder, _read_sums(folder))
@@ -207,19 +206,10 @@ def read_generation_config(directory: StrPath) -> dict[str, Any] | None:
 
 
 def _read_config(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, Any], TransformerConfig, torch.dtype]:
-    _check_downloaded(directory)
+    check_there(directory, f"{CONFIG} and weights")
     raw = _read_json(directory / CONFIG, sums)
     with explained(directory / CONFIG):
         return raw, config_from_hf(raw), _dtype(raw)
-
-
-def _check_downloaded(directory: Path) -> None:
-    """FileNotFoundError for the name of a repository of the Hugging Face Hub in place of a folder."""
-    if not directory.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)):
-        raise FileNotFoundError(
-            f"{directory}: no such folder, and nothing is downloaded here; for the model of this name on the Hugging "
-            f"Face Hub: hf download {directory} --local-dir {directory.name}, then load {directory.name!r}"
-        )
 
 
 def _check_config(directory: Path, found: TransformerConfig, ours: TransformerConfig) -> None:
@@ -338,7 +328,7 @@ def _check_files(directory: Path, group: Group) -> checked.Sums | None:
     place = socket.gethostname(), os.path.realpath(directory)
 
     def first() -> tuple[tuple[str, str], checked.Sums | None]:
-        _check_downloaded(directory)
+        check_there(directory, f"{CONFIG} and weights")
         check_plain(directory)
         return place, _read_sums(directory)
 

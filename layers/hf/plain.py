@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...kernels.runtime.names import nearest
 from .config import CONFIG, INDEX, WEIGHTS
 
+_LISTED = 8  # names in a message
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Methods whose config class can unpack the weights while transformers loads them, and those that unpack a loaded model.
 _UNPACK_LOADING = {
@@ -89,6 +92,27 @@ def check_plain(path: str | os.PathLike[str], *, weights: bool = True) -> None:
         raise ValueError(f"{path}: {found}")
     if weights and not there:
         raise FileNotFoundError(f"{path}: neither {WEIGHTS} nor {INDEX} is there; {_of_folder(path)}")
+
+
+def check_there(path: str | os.PathLike[str], needed: str = f"{CONFIG}, weights and a tokenizer") -> None:
+    """FileNotFoundError for a path that does not exist, with what is there instead."""
+    path = Path(path)
+    if path.exists():
+        return
+    given, there = path, path.absolute()
+    while not there.exists():
+        given, there = there, there.parent
+    names = sorted(each.name for each in there.iterdir() if each.is_dir()) if there.is_dir() else []
+    if (close := nearest(given.name, names)) is not None:
+        hint = f"did you mean {there / close}?"
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        hint = (
+            f"nothing is downloaded here; for the model of this name on the Hugging Face Hub: hf download {path} "
+            f"--local-dir {path.name}, then load {path.name!r}"
+        )
+    else:
+        hint = f"{there} holds {_listed(names, 'folder')}"
+    raise FileNotFoundError(f"{path}: no such folder: expected {needed}; {hint}")
 
 
 def check_dtypes(dtypes: Mapping[str, str], parameters: Collection[str]) -> None:
@@ -207,7 +231,13 @@ def _of_folder(folder: Path) -> str:
     if (found := next(_found(folder, "*.safetensors"), None)) is not None:
         missing = CONFIG if not (folder / CONFIG).exists() else INDEX
         return f"it holds {found.name} and no {missing}: copy the whole folder again; {usual}"
-    return usual
+    return f"{usual}, and this one holds {_listed(sorted(each.name for each in folder.iterdir()), 'file')}"
+
+
+def _listed(names: Sequence[str], kind: str) -> str:
+    """The names in a folder, the first of many."""
+    shown = ", ".join(names[:_LISTED]) or f"no {kind}"
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED:,} more"
 
 
 def _found(folder: Path, pattern: str) -> Iterator[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import COMPANIONS, CONFIG, GENERATION, MODEL_TYPES
-from .plain import json_object
+from .plain import check_there, json_object
 from .refusals import refusals_of
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ def load_tokenizer(folder: Path) -> Any:
         raise ImportError(
             "a tokenizer needs transformers, which is not installed: pip install 'shardfuse[hf]'"
         ) from None
-    if not folder.exists():
-        raise FileNotFoundError(f"{folder}: there is no such folder: expected a tokenizer's files")
+    check_there(folder, "a tokenizer's files")
     try:
         with refusals_of(folder):
             tokenizer = _class(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -1,5 +1,5 @@
-"""The command line: ``shardfuse demo | train | plan | serve | generate | audit | schedule | env | inspect | bench |
-conformance``.
+"""The command line: ``shardfuse demo | train | plan | serve | generate | chat | audit | schedule | env | inspect |
+bench | conformance``.
 
 This module parses arguments and reports errors. The modules ``bench``, ``conformance``, ``plan`` and ``serving`` of
 ``commands/`` parse those of their own commands. A command imports the code that does its work when it runs, so that
@@ -8,6 +8,7 @@ This module parses arguments and reports errors. The modules ``bench``, ``confor
 
 from __future__ import annotations
 
+import atexit
 import gc
 import signal
 import sys
@@ -23,7 +24,6 @@ from .commands.options import Debug, Json
 app = typer.Typer(
     help="Fused, sharded transformer layers in Triton.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
@@ -36,6 +36,7 @@ _EXPLAINED = (ValueError, RuntimeError, OSError, ImportError)
 def main() -> None:
     """The console script. An explained error is one line on standard error and exit code 1."""
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    atexit.register(gc.freeze)  # at its end Python would search for garbage, and with torch that takes 0.3 s
     try:
         app(prog_name="shardfuse")
     except KeyboardInterrupt:
@@ -43,8 +44,6 @@ def main() -> None:
         sys.exit(130)
     except _EXPLAINED as error:
         sys.exit(errors.report(error))
-    finally:
-        gc.freeze()  # a search for garbage at the very end would take a third of a second
 
 
 def _print_version(wanted: bool) -> None:
@@ -284,6 +283,7 @@ def schedule(
 
 app.command()(serving.serve)
 app.command()(serving.generate)
+app.command()(serving.chat)
 
 
 @app.command()

@@ -69,7 +69,7 @@ def test_the_rest_of_a_long_message_is_not_lost(command, monkeypatch):
     monkeypatch.setattr(env, "show", _raiser(RuntimeError("no such thing\nException raised from ...")))
     code, _, err = command("env")
     assert code == 1
-    assert err == "error: no such thing (SHARDFUSE_DEBUG=1 shows the rest)\n"
+    assert err == "error: no such thing (--debug shows the rest)\n"
 
 
 @pytest.mark.parametrize("arguments", [("env", "--debug"), ("--debug", "env")], ids=" ".join)

@@ -138,7 +138,7 @@ def test_sigterm_drains_and_a_second_signal_ends_at_once(long: Path) -> None:
 def test_a_folder_that_is_none_is_refused_in_a_line(tmp_path: Path) -> None:
     process = Process(str(tmp_path / "none"), "--port", "0")
     assert process.ended() == 1
-    assert process.said().startswith(f"error: {tmp_path / 'none'}: there is no such folder")
+    assert process.said().startswith(f"error: {tmp_path / 'none'}: no such folder")
     assert process.said().count("\n") == 1
     process.log.close()
 

@@ -94,7 +94,7 @@ def test_another_tokenizer_has_to_fit(start: Path, texts: Path, tmp_path: Path):
         settings = _settings(tmp_path, **more, data={"path": str(texts), "tokenizer": str(start)})
         with pytest.raises(DataError, match=rf"data.tokenizer = {start}: its tokens go up to 259, and .* has 256"):
             prepare_run(settings)
-    with pytest.raises(FileNotFoundError, match=r"nowhere: there is no such folder"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere: no such folder"):
         _settings(tmp_path, data={"path": str(texts), "tokenizer": str(tmp_path / "nowhere")})
     fits = _settings(tmp_path, model={"vocab_size": 260}, data={"path": str(texts), "tokenizer": str(start)})
     assert (fits.model.bos_token_id, fits.model.eos_token_id) == (256, 257)

@@ -18,6 +18,11 @@ def report(error: BaseException) -> int:
     return 1
 
 
+def shown(text: object) -> str:
+    """``text`` without control characters: a message may quote a file, and they must not reach the terminal."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(text))
+
+
 def restore(console: Console) -> None:
     """Restore the terminal: a killed worker leaves an unfinished progress bar and a hidden cursor."""
     if console.is_terminal:
@@ -27,6 +32,5 @@ def restore(console: Console) -> None:
 
 def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    # A message may quote a file, whose control characters must not reach the terminal.
-    lines[0] = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in lines[0])
-    return lines[0] if len(lines) == 1 else f"{lines[0]} (SHARDFUSE_DEBUG=1 shows the rest)"
+    first = shown(lines[0])
+    return first if len(lines) == 1 else f"{first} (--debug shows the rest)"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -17,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from . import opening
+from . import errors, opening
 from .opening import Opening
 
 if TYPE_CHECKING:
     from ..serving.engine import Engine
     from ..serving.folder import Opened
-    from ..serving.generation import GenerationDefaults
     from ..serving.guide import Guide
     from ..serving.request import Request
 
 MOST_TOKENS = 256  # tokens of an answer, by default
+_NAMED = 5  # tokens in a message
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and newline
 
 
@@ -35,15 +34,16 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control character
 class GenerateOptions:
     """The options of ``shardfuse generate`` for one prompt.
 
-    Without ``prompt`` the command reads the prompt from standard input. ``max_tokens`` None means the model's default,
-    else MOST_TOKENS, or the model's limit if that is lower. ``sampling`` holds the given fields of SamplingParams:
+    Without ``prompt`` the command reads the prompt from standard input. ``chat``: whether the prompt is a question to
+    put into the model's chat template; None: if it has one. ``max_tokens`` None means the model's default, else
+    MOST_TOKENS, or the model's limit if that is lower. ``sampling`` holds the given fields of SamplingParams:
     without a temperature the answer is greedy unless the model's defaults say do_sample, and without a seed the draws
     are random. ``json_schema`` is a file.
     """
 
     model: Opening
     prompt: str | None = None
-    chat: bool = False
+    chat: bool | None = None
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ def run_generate(options: GenerateOptions) -> int:
             ):
                 say("the answer is greedy, because do_sample is not set there (--temperature samples)")
             with opened.engine as engine:
-                return _answer(engine, _request(options, opened, text, guide), say)
+                return _answer(engine, _request(options, opened, text, guide, say), say, opened.tokenizer)
 
 
 def _prompt(options: GenerateOptions) -> str:
@@ -82,7 +82,7 @@ def _prompt(options: GenerateOptions) -> str:
         return options.prompt
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError(
-            "there is no prompt: give --prompt TEXT, or text on standard input, or --input IN.jsonl with --output "
+            "there is no prompt: give a text after the folder, or on standard input, or --input IN.jsonl with --output "
             "OUT.jsonl"
         )
     try:
@@ -105,21 +105,26 @@ def _guide(options: GenerateOptions) -> Guide | None:
         raise ValueError(f"--json-schema {options.json_schema}: {error}") from None
 
 
-def _request(options: GenerateOptions, opened: Opened, text: str, guide: Guide | None) -> Request:
+def _request(
+    options: GenerateOptions, opened: Opened, text: str, guide: Guide | None, say: Callable[[str], object]
+) -> Request:
     """Raises ValueError for options that the engine does not accept."""
     from ..layers.hf.chat_template import ChatTemplate
     from ..serving.request import Request
     from ..serving.sampling_params import SamplingParams
 
     tokenizer, most = opened.tokenizer, opened.engine.max_model_len
-    if options.chat:
-        template = ChatTemplate(tokenizer)
-        if not template:
-            raise ValueError(
-                "--chat: this model has no chat template: give one with --chat-template FILE, or leave out --chat"
-            )
+    template = ChatTemplate(tokenizer)
+    if options.chat and not template:
+        raise ValueError(
+            "--chat: this model has no chat template: give one with --chat-template FILE, or leave out --chat"
+        )
+    chat = bool(template) if options.chat is None else options.chat
+    if chat:
+        if options.chat is None:
+            say("the prompt is put into the model's chat template (--raw continues it as it is)")
         text = template.render([{"role": "user", "content": text}], add_generation_prompt=True)
-    prompt = list(tokenizer.encode(text, add_special_tokens=not options.chat))
+    prompt = list(tokenizer.encode(text, add_special_tokens=not chat))
     if not prompt:
         raise ValueError("the prompt is empty: expected text to continue")
     if len(prompt) >= most:
@@ -130,30 +135,22 @@ def _request(options: GenerateOptions, opened: Opened, text: str, guide: Guide |
     return Request(
         prompt,
         max_new_tokens=min(usual, most - len(prompt)) if options.max_tokens is None else options.max_tokens,
-        sampling=SamplingParams(**{**_sampling(opened.defaults), **options.sampling, "guide": guide}),
+        sampling=SamplingParams(**{**opened.defaults.usual_sampling(), **options.sampling, "guide": guide}),
         stop_strings=options.stop or opened.defaults.stop_strings,
     )
 
 
-def _sampling(defaults: GenerationDefaults) -> dict[str, Any]:
-    """The sampling of an answer whose options are silent: that of transformers' ``generate``."""
-    usual = (
-        {"temperature": 1.0, **defaults.sampling} if defaults.do_sample else {**defaults.sampling, "temperature": 0.0}
-    )
-    return {"seed": secrets.randbits(63), **usual}
-
-
-def _answer(engine: Engine, request: Request, say: Callable[[str], object]) -> int:
-    began, tokens, finish, last = time.monotonic(), 0, "", ""
+def _answer(engine: Engine, request: Request, say: Callable[[str], object], tokenizer: Any) -> int:
+    began, tokens, finish, last, reason = time.monotonic(), [], "", "", None
     number = engine.add(request)
-    with stdout_text() as write, _asked_to_stop() as asked:
+    with stdout_text() as write, asked_to_stop() as asked:
         for event in engine.run():
             if event.error is not None:
                 raise RuntimeError(f"the model failed: {type(event.error).__name__}: {event.error}") from event.error
-            tokens += event.token is not None
+            tokens += [] if event.token is None else [event.token]
             last = event.text or last
             write(event.text)
-            finish = event.finish or finish
+            finish, reason = event.finish or finish, event.stop_reason
             if asked:
                 engine.cancel(number)
                 break
@@ -161,9 +158,24 @@ def _answer(engine: Engine, request: Request, say: Callable[[str], object]) -> i
             write("\n")
     if asked:
         return 130
+    if not last:
+        say(f"the answer is empty: {why_empty(tokens, reason, tokenizer)}")
     seconds = time.monotonic() - began
-    say(f"{tokens:,} tokens ({finish}) in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.1f} tokens/s")
+    say(f"{len(tokens):,} tokens ({finish}) in {seconds:.1f} s, {len(tokens) / max(seconds, 1e-9):,.1f} tokens/s")
     return 0
+
+
+def why_empty(tokens: Sequence[int], reason: int | str | None, tokenizer: Any) -> str:
+    """Why ``tokens`` have no text, where ``reason`` ended the answer: a stop string, a token of the request, or None
+    for one that ends the model's answers.
+    """
+    if isinstance(reason, str):
+        return f"it begins with the stop string {reason!r}"
+    names = [errors.shown(tokenizer.convert_ids_to_tokens(token)) for token in tokens[:_NAMED]]
+    if len(tokens) == 1:
+        return f"the model's first token, {names[0]}, is one that ends answers, or has no text"
+    more = "" if len(tokens) <= _NAMED else f" and {len(tokens) - _NAMED:,} more"
+    return f"its tokens have no text: {', '.join(names)}{more}"
 
 
 @contextlib.contextmanager
@@ -198,7 +210,7 @@ def visible(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
+def asked_to_stop() -> Iterator[list[int]]:
     """Within the block, the first Ctrl-C goes into the list and interrupts no step; the second one raises."""
     asked: list[int] = []
 

@@ -17,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import errors
+
 if TYPE_CHECKING:
     from ..serving.folder import FolderOptions, Opened
 
@@ -37,6 +39,35 @@ class Opening:
     tp: int = 1
 
 
+def begin(folder: Path | None, tp: int) -> None:
+    """Check the path of a model, let the system read its weights, and say so: first of all, as imports take longer.
+
+    Raises FileNotFoundError for a missing folder or file, ValueError for a path that is no plain folder of a model.
+    """
+    from ..layers.hf.plain import check_plain, check_there
+
+    if folder is not None:
+        check_there(folder)
+        check_plain(folder)
+        _read_ahead(folder)
+    if not follows():
+        over = f" over {tp} ranks" if tp > 1 and not by_torchrun() else ""
+        print(
+            f"loading {'a tiny model' if folder is None else errors.shown(folder)}{over}", file=sys.stderr, flush=True
+        )
+
+
+def _read_ahead(folder: Path) -> None:
+    """Ask the system for the weights, while Python imports what reads them, if they fit into half of its memory."""
+    files = [*folder.glob("*.safetensors")]
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # only some systems take such advice
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if sum(file.stat().st_size for file in files) < free // 2:
+            for file in files:
+                with file.open("rb") as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
 def check_installed(command: str, needed: tuple[str, ...]) -> None:
     """Raise ImportError for a package that ``command`` needs and that is not installed."""
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -46,22 +77,11 @@ def check_installed(command: str, needed: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def settled(opening: Opening) -> Iterator[Opening]:
-    """``opening`` with the number of torchrun's ranks, and with the tiny model's folder, which exists during the block.
-
-    Raises FileNotFoundError for a missing folder or file, ValueError for a path that is no plain folder of a model.
-    """
+    """``opening`` with the number of torchrun's ranks, and with the tiny model's folder, deleted at the end."""
     with contextlib.ExitStack() as stack:
         if opening.tiny:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardfuse-")))
             opening = replace(opening, folder=replace(opening.folder, folder=_tiny(folder)))
-        elif not opening.folder.folder.exists():  # before any message, and before a rank starts
-            raise FileNotFoundError(
-                f"{opening.folder.folder}: there is no such folder: expected config.json, weights and a tokenizer"
-            )
-        else:
-            from ..layers.hf.plain import check_plain
-
-            check_plain(opening.folder.folder)
         if by_torchrun():
             opening = replace(opening, tp=int(os.environ["WORLD_SIZE"]))
         yield opening
@@ -75,9 +95,7 @@ def follows() -> bool:
 def lead(opening: Opening, say: Callable[[str], object]) -> Opened:
     """On rank 0: load the model, and report it to ``say``."""
     from ..serving.folder import open_folder
-    from ..serving.printable import printable
 
-    say(f"loading {printable(opening.folder.folder, 1000)}" + (f" over {opening.tp} ranks" if opening.tp > 1 else ""))
     opened = open_folder(opening.folder, _mesh(opening))
     say(opened.how)
     return opened

@@ -1,4 +1,4 @@
-"""``shardfuse serve`` and ``shardfuse generate``: the arguments of the commands that load a model."""
+"""``shardfuse serve``, ``generate`` and ``chat``: the arguments of the commands that load a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .options import Debug
 if TYPE_CHECKING:
     from .opening import Opening
 
-# The options of both commands for the model to load; _opening reads them from the context.
+# The options of these commands for the model to load; _opening reads them from the context.
 Model = Annotated[
     Path | None, typer.Argument(help="Folder of a model: config.json, weights in safetensors, a tokenizer.")
 ]
@@ -47,18 +47,22 @@ Invariant = Annotated[bool, typer.Option("--invariant", help="No bit of an answe
 
 
 def _opening(context: typer.Context, **more: Any) -> Opening:
-    """The model to open, from the options above; ``more`` are fields of FolderOptions."""
-    from ..serving.folder import FolderOptions
-    from .opening import Opening
+    """The model to open, from the options above; ``more`` are fields of FolderOptions. Says that it is loaded."""
+    from . import opening
 
     given = context.params
     if (given["model"] is None) != given["tiny"]:
         raise typer.BadParameter("expected the folder of a model, or --tiny", param_hint="MODEL")
+    opening.begin(given["model"], given["tp"])
+    from ..serving.folder import FolderOptions
+
     paths = {name: None if given[name] is None else Path(given[name]) for name in ("model", "chat_template")}
-    names = ("device", "dtype", "cache_gib", "kv_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
-    options: dict[str, Any] = {name: given[name] for name in (*names, "generation_config", "invariant")}
+    names: tuple[str, ...] = ("device", "dtype", "cache_gib", "kv_dtype", "max_model_len", "max_num_seqs")
+    options: dict[str, Any] = {
+        name: given[name] for name in (*names, "generation_config", "invariant") if name in given
+    }
     folder = FolderOptions(paths["model"] or Path(), chat_template=paths["chat_template"], **{**options, **more})
-    return Opening(folder, given["tiny"], given["tp"])
+    return opening.Opening(folder, given["tiny"], given["tp"])
 
 
 def _name(name: str | None, model: Path | None) -> str:
@@ -217,11 +221,34 @@ def serve(
     raise typer.Exit(command.run_serve(options))
 
 
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        help="Above 0: sample tokens. Default: by --generation-config, else 0, the likeliest ones; with --input 1."
+    ),
+]
+TopP = Annotated[
+    float | None, typer.Option(help="Sample from the fewest likeliest tokens with this total probability.")
+]
+TopK = Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the sampling. Default: a random one.")]
+_SAMPLING = ("temperature", "top_p", "top_k", "seed")
+
+
 def generate(
     context: typer.Context,
     model: Model = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue. Default: standard input, unchanged.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the text.")] = False,
+    text: Annotated[
+        str | None,
+        typer.Argument(help="A question, or a text to continue. Default: standard input."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The same text, as an option.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, though the model has a chat template.")
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Refuse a model without a chat template, instead of continuing the text.")
+    ] = False,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -229,17 +256,10 @@ def generate(
             help="The most tokens of the answer. Default: by --generation-config, else 256; never beyond the context.",
         ),
     ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="Above 0: sample tokens. Default: by --generation-config, else 0, the likeliest ones; with --input 1."
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the fewest likeliest tokens with this total probability.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling. Default: a random one.")] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     json_schema: Annotated[
         Path | None, typer.Option(help="File of a JSON schema that the answer has to follow.")
@@ -271,13 +291,18 @@ def generate(
     invariant: Invariant = False,
     debug: Debug = False,
 ) -> None:
-    """Answer one prompt, or with --input a file of prompts.
+    """Answer one prompt by the model's chat template, if it has one, or with --input a file of prompts.
 
     After an interruption the same command continues with the rest of the file.
     """
-    given = {name: context.params[name] for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "regex")}
+    if text is not None and prompt is not None:
+        raise typer.BadParameter("the text is given twice, as an argument and by --prompt: leave one of them out")
+    if chat and raw:
+        raise typer.BadParameter("--chat and --raw: expected one of them")
+    prompt = prompt if text is None else text
+    given = {name: context.params[name] for name in ("max_tokens", "regex", *_SAMPLING)}
     given = {name: value for name, value in {**given, "prompt": prompt}.items() if value is not None}
-    given |= {name: True for name in ("chat", "stop", "json_schema") if context.params[name]}
+    given |= {name: True for name in ("chat", "raw", "stop", "json_schema") if context.params[name]}
     if (input is None) != (output is None):
         missing = "--output OUT.jsonl" if output is None else "--input IN.jsonl"
         raise typer.BadParameter(f"--input and --output go together: expected {missing} too, or neither")
@@ -299,11 +324,44 @@ def generate(
     options = GenerateOptions(
         _opening(context, max_num_seqs=1),
         prompt,
-        chat=chat,
+        chat=True if chat else False if raw else None,
         max_tokens=max_tokens,
-        sampling={name: given[name] for name in ("temperature", "top_p", "top_k", "seed") if name in given},
+        sampling={name: given[name] for name in _SAMPLING if name in given},
         stop=tuple(stop or ()),
         json_schema=json_schema,
         regex=regex,
     )
     raise typer.Exit(run_generate(options))
+
+
+def chat(
+    context: typer.Context,
+    model: Model = None,
+    system: Annotated[str | None, typer.Option(help="Text of a system message, which begins every chat.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="The most tokens of an answer. Default: by --generation-config, else the context."),
+    ] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    tiny: Tiny = False,
+    tp: Ranks = 1,
+    device: Device = None,
+    dtype: Dtype = None,
+    cache_gib: CacheGib = None,
+    kv_dtype: KvDtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = 512,
+    chat_template: ChatTemplate = None,
+    generation_config: GenerationConfig = "auto",
+    invariant: Invariant = False,
+    debug: Debug = False,
+) -> None:
+    """Talk with an instruct model in the terminal. Ctrl-C stops an answer, Ctrl-D leaves."""
+    from .chat import ChatOptions, run_chat
+
+    given = {name: context.params[name] for name in _SAMPLING}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    raise typer.Exit(run_chat(ChatOptions(_opening(context, max_num_seqs=1), system, max_tokens, sampling)))
