@@ -212,14 +212,15 @@ class Engine:
             mesh: tensor-parallel ranks. All of them call this; those but rank 0 then call :meth:`follow`.
             options: ``dtype`` ("fp32", "bf16" or "fp16"; default the folder's), ``device`` ("cpu" or "cuda"),
                 ``cache_gib`` (of keys and values on each rank), and the other fields of
-                :class:`~shardfuse.serving.folder.FolderOptions`.
+                :class:`~shardfuse.serving.folder_options.FolderOptions`.
 
         The model becomes a :class:`ParallelTransformer` where possible; any other one is transformers' own, fused.
 
         Raises ImportError without transformers; FileNotFoundError for a missing folder or file; ValueError for a folder
         that cannot be read, a model that cannot be served, or sizes that cannot work; TypeError for an unknown option.
         """
-        from .folder import FolderOptions, open_folder
+        from .folder import open_folder
+        from .folder_options import FolderOptions
 
         return open_folder(FolderOptions.of(folder, options), mesh).engine
 

@@ -15,7 +15,8 @@ import transformers
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from shardfuse import load_hf, load_pretrained
-from shardfuse.serving.folder import FolderOptions, open_folder
+from shardfuse.serving.folder import open_folder
+from shardfuse.serving.folder_options import FolderOptions
 from shardfuse.testing import save_tiny_hf
 
 SIZES: dict[str, Any] = {

@@ -17,7 +17,8 @@ from foreign import foreign
 from shardfuse import ParallelTransformer, TransformerConfig, load_hf, load_pretrained
 from shardfuse.commands.opening import Opening, settled
 from shardfuse.layers.hf.folders import check_claims, load_hf_weights, read_hf_config
-from shardfuse.serving.folder import FolderOptions, open_folder
+from shardfuse.serving.folder import open_folder
+from shardfuse.serving.folder_options import FolderOptions
 from shardfuse.testing import save_tiny_hf
 
 WEIGHTS = "model.safetensors"

@@ -17,7 +17,8 @@ import transformers
 
 import shardfuse
 from shardfuse import load_pretrained
-from shardfuse.serving.folder import FolderOptions, open_folder
+from shardfuse.serving.folder import open_folder
+from shardfuse.serving.folder_options import FolderOptions
 from shardfuse.testing import save_tiny_hf
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,8 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 from starlette.testclient import TestClient
 
 from shardfuse.serving import Request
-from shardfuse.serving.folder import FolderOptions, open_folder
+from shardfuse.serving.folder import open_folder
+from shardfuse.serving.folder_options import FolderOptions
 from shardfuse.serving.server import Served, ServerOptions, create_app
 from shardfuse.testing import save_tiny_hf
 

@@ -22,7 +22,8 @@ from server_case import serve
 from shardfuse.cli import app
 from shardfuse.commands import errors
 from shardfuse.commands import serve as command
-from shardfuse.serving.folder import FolderOptions, _generation_words
+from shardfuse.serving.folder import _generation_words
+from shardfuse.serving.folder_options import FolderOptions
 from shardfuse.serving.generation import GenerationDefaults
 from shardfuse.serving.printable import printable
 from shardfuse.serving.server import ServerOptions

@@ -39,11 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """command("--prompt", "x") -> (exit code, standard output, standard error), in this process, of ``folder``."""
+    """command("--prompt", "x") -> (exit code, standard output, standard error), in this process, of ``folder``.
+
+    One prompt is continued as it is, but with ``raw=False``.
+    """
     monkeypatch.delenv("SHARDFUSE_DEBUG", raising=False)
 
-    def run(*arguments: object, model: tuple[str, ...] = (str(folder),)) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["shardfuse", "generate", *model, *map(str, arguments)])
+    def run(*arguments: object, model: tuple[str, ...] = (str(folder),), raw: bool = True) -> tuple[int, str, str]:
+        given = [] if not raw or {"--chat", "--input", "--output"} & set(arguments) else ["--raw"]
+        monkeypatch.setattr(sys, "argv", ["shardfuse", "generate", *model, *given, *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
             cli.main()
         captured = capsys.readouterr()
@@ -170,7 +174,7 @@ def test_a_terminal_for_stdin_is_no_prompt(command, monkeypatch):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     code, out, err = command()
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "give --prompt TEXT" in err
+    assert "give a text after the folder" in err
 
 
 def test_the_chat_template(command, solo, tmp_path):

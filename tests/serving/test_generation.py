@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shardfuse import Engine, Request, load_hf, load_pretrained
-from shardfuse.serving.folder import FolderOptions, Opened, open_folder
+from shardfuse.serving.folder import Opened, open_folder
+from shardfuse.serving.folder_options import FolderOptions
 from shardfuse.serving.generation import GenerationDefaults
 from shardfuse.testing import save_tiny_hf, solo_tokens, tiny_engine, tiny_model, tiny_tokenizer
 

@@ -17,10 +17,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..layers.hf.plain import check_plain, check_there
 from . import errors
 
 if TYPE_CHECKING:
-    from ..serving.folder import FolderOptions, Opened
+    from ..serving.folder import Opened
+    from ..serving.folder_options import FolderOptions
 
 GRACE_S = 3.0  # how long ranks may take to end after a signal
 PATIENCE = timedelta(minutes=10)  # how long a rank waits for others, which read weights and compile at their own pace
@@ -39,22 +41,30 @@ class Opening:
     tp: int = 1
 
 
-def begin(folder: Path | None, tp: int) -> None:
-    """Check the path of a model, let the system read its weights, and say so: first of all, as imports take longer.
+def check_installed(command: str, needed: tuple[str, ...]) -> None:
+    """Raise ImportError for a package that ``command`` needs and that is not installed."""
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"{command} needs {', '.join(missing)}: pip install 'shardfuse[serve]'")
+
+
+@contextlib.contextmanager
+def settled(opening: Opening) -> Iterator[Opening]:
+    """``opening`` with the number of torchrun's ranks, and with the tiny model's folder, which exists during the block.
 
     Raises FileNotFoundError for a missing folder or file, ValueError for a path that is no plain folder of a model.
     """
-    from ..layers.hf.plain import check_plain, check_there
-
-    if folder is not None:
-        check_there(folder)
-        check_plain(folder)
-        _read_ahead(folder)
-    if not follows():
-        over = f" over {tp} ranks" if tp > 1 and not by_torchrun() else ""
-        print(
-            f"loading {'a tiny model' if folder is None else errors.shown(folder)}{over}", file=sys.stderr, flush=True
-        )
+    with contextlib.ExitStack() as stack:
+        if opening.tiny:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardfuse-")))
+            opening = replace(opening, folder=replace(opening.folder, folder=_tiny(folder)))
+        else:  # before any message, and before a rank starts
+            check_there(opening.folder.folder)
+            check_plain(opening.folder.folder)
+            _read_ahead(opening.folder.folder)
+        if by_torchrun():
+            opening = replace(opening, tp=int(os.environ["WORLD_SIZE"]))
+        yield opening
 
 
 def _read_ahead(folder: Path) -> None:
@@ -68,32 +78,14 @@ def _read_ahead(folder: Path) -> None:
                     os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
-def check_installed(command: str, needed: tuple[str, ...]) -> None:
-    """Raise ImportError for a package that ``command`` needs and that is not installed."""
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(f"{command} needs {', '.join(missing)}: pip install 'shardfuse[serve]'")
-
-
-@contextlib.contextmanager
-def settled(opening: Opening) -> Iterator[Opening]:
-    """``opening`` with the number of torchrun's ranks, and with the tiny model's folder, deleted at the end."""
-    with contextlib.ExitStack() as stack:
-        if opening.tiny:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardfuse-")))
-            opening = replace(opening, folder=replace(opening.folder, folder=_tiny(folder)))
-        if by_torchrun():
-            opening = replace(opening, tp=int(os.environ["WORLD_SIZE"]))
-        yield opening
-
-
 def follows() -> bool:
     """Whether torchrun started this process as a rank other than 0, which must call :func:`follow`."""
     return by_torchrun() and os.environ["RANK"] != "0"
 
 
 def lead(opening: Opening, say: Callable[[str], object]) -> Opened:
-    """On rank 0: load the model, and report it to ``say``."""
+    """On rank 0: load the model, and report it to ``say``, first of all that this begins: torch takes a while."""
+    say(f"loading {errors.shown(opening.folder.folder)}" + (f" over {opening.tp} ranks" if opening.tp > 1 else ""))
     from ..serving.folder import open_folder
 
     opened = open_folder(opening.folder, _mesh(opening))
@@ -149,15 +141,15 @@ class Ranks:
 @contextlib.contextmanager
 def started_ranks(opening: Opening) -> Iterator[Ranks]:
     """Make this process rank 0 and start the other ranks, unless torchrun has; the end of the block ends them."""
+    ranks = Ranks()
+    if opening.tp == 1 or by_torchrun():
+        yield ranks
+        return
     import torch
 
     from ..training.launch import threads_per_process
     from ..training.worker import loopback
 
-    ranks = Ranks()
-    if opening.tp == 1 or by_torchrun():
-        yield ranks
-        return
     _check_gpus(opening)
     threads = threads_per_process(opening.tp)
     shared = {

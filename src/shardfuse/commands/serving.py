@@ -47,22 +47,20 @@ Invariant = Annotated[bool, typer.Option("--invariant", help="No bit of an answe
 
 
 def _opening(context: typer.Context, **more: Any) -> Opening:
-    """The model to open, from the options above; ``more`` are fields of FolderOptions. Says that it is loaded."""
-    from . import opening
+    """The model to open, from the options above; ``more`` are fields of FolderOptions."""
+    from ..serving.folder_options import FolderOptions
+    from .opening import Opening
 
     given = context.params
     if (given["model"] is None) != given["tiny"]:
         raise typer.BadParameter("expected the folder of a model, or --tiny", param_hint="MODEL")
-    opening.begin(given["model"], given["tp"])
-    from ..serving.folder import FolderOptions
-
     paths = {name: None if given[name] is None else Path(given[name]) for name in ("model", "chat_template")}
     names: tuple[str, ...] = ("device", "dtype", "cache_gib", "kv_dtype", "max_model_len", "max_num_seqs")
     options: dict[str, Any] = {
         name: given[name] for name in (*names, "generation_config", "invariant") if name in given
     }
     folder = FolderOptions(paths["model"] or Path(), chat_template=paths["chat_template"], **{**options, **more})
-    return opening.Opening(folder, given["tiny"], given["tp"])
+    return Opening(folder, given["tiny"], given["tp"])
 
 
 def _name(name: str | None, model: Path | None) -> str:

@@ -1,0 +1,289 @@
+"""``Engine.from_pretrained`` and ``Engine.chat``: the engine of a folder, and chats with it in the same program."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed (pip install .[serve])")
+pytest.importorskip("fastapi", reason="fastapi is not installed (pip install .[serve])")  # the support has a server too
+
+from scripted import Scripted, tokenizer_of
+from server_case import END
+
+from shardfuse import Engine, Request, SamplingParams
+from shardfuse.layers.hf.chat_template import ChatTemplate
+from shardfuse.layers.hf.tokenizers import load_tokenizer
+from shardfuse.testing import save_tiny_hf, solo_tokens, tiny_model
+
+ASK = [{"role": "user", "content": "Once"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in fp64, whose answers do not depend on rounding."""
+    return save_tiny_hf(tmp_path_factory.mktemp("model") / "tiny", max_positions=512)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Iterator[Engine]:
+    with Engine.from_pretrained(folder, cache_gib=0.01) as made:
+        yield made
+
+
+class Told:
+    """An engine whose model says what it is told."""
+
+    def __init__(self) -> None:
+        self.tokenizer = tokenizer_of("hermes")
+        self.model = Scripted(max(260, len(self.tokenizer)))
+        self.engine = Engine(
+            self.model, num_blocks=1200, block_size=8, tokenizer=copy.deepcopy(self.tokenizer), enforce_eager=True
+        )
+
+    def ask(self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> Any:
+        """The answer to ``messages`` where the model says ``text``."""
+        answer = self.engine.chat(messages, tools, sampling=SamplingParams(), **options)
+        self.model.start = answer.prompt_tokens
+        self.model.script = [*self.tokenizer.encode(text, add_special_tokens=False), END]
+        return answer
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    made = Told()
+    made.engine.eos_token_ids = frozenset([END])
+    with made.engine:
+        yield made
+
+
+def _tokens(folder: Path, messages: list[dict[str, Any]]) -> list[int]:
+    tokenizer = load_tokenizer(folder)
+    text = ChatTemplate(tokenizer).render(messages, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_an_answer_streams_and_becomes_a_message(folder: Path, loaded: Engine):
+    tokenizer, model = load_tokenizer(folder), tiny_model(max_positions=512)
+    messages: list[dict[str, Any]] = [*ASK]
+    for _ in range(2):
+        prompt = _tokens(folder, messages)
+        tokens = solo_tokens(model, Request(prompt, max_new_tokens=24))
+        answer = loaded.chat(messages, max_new_tokens=24)
+        assert answer.finish is None
+        pieces = list(answer)
+        assert (answer.tokens, answer.prompt_tokens, answer.finish) == (tokens, len(prompt), "length")
+        assert "".join(pieces) == answer.text == tokenizer.decode(tokens)
+        assert len(pieces) > 5
+        assert "" not in pieces
+        assert answer.message == {"role": "assistant", "content": answer.text}
+        messages += [answer.message, {"role": "user", "content": "and then?"}]
+    assert not loaded.busy
+
+
+def test_the_folder_says_how_an_answer_is_made(folder: Path, tmp_path: Path):
+    prompt = _tokens(folder, ASK)
+    first = solo_tokens(tiny_model(max_positions=512), Request(prompt, max_new_tokens=6))
+    given = tmp_path / "generation_config.json"
+    given.write_text(json.dumps({"eos_token_id": first[3], "max_new_tokens": 6}))
+    with Engine.from_pretrained(folder, generation_config=str(given)) as engine:
+        answer = engine.chat(ASK)
+        assert answer.text == load_tokenizer(folder).decode(first[:4])
+        assert (answer.tokens, answer.finish, answer.stop_reason) == (first[:4], "stop", None)
+        sampled = [engine.chat(ASK, sampling=SamplingParams(temperature=2.0, seed=seed)).text for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    given.write_text(json.dumps({"stop_strings": "never there", "max_new_tokens": 5}))
+    with Engine.from_pretrained(folder, generation_config=str(given)) as engine:
+        assert engine.chat(ASK, max_new_tokens=2).tokens == []  # computed as it is read
+        engine.close()
+        engine.open()
+        answer = engine.chat(ASK)
+        assert len(answer.message["content"]) > 0
+        assert len(answer.tokens) == 5
+
+
+def test_from_pretrained_fills_the_memory(folder: Path):
+    block = 2 * 2 * 2 * 8 * 16 * 8  # bytes: layers, keys and values, heads of 8 numbers, slots, of fp64
+    with Engine.from_pretrained(
+        folder, cache_gib=5 * block / 2**30, block_size=16, max_num_seqs=3, max_num_batched_tokens=64
+    ) as engine:
+        config = engine.model.config
+        assert block == config.num_layers * 2 * config.num_kv_heads * config.head_dim * 16 * 8
+        assert (engine.load.num_blocks, engine.max_model_len) == (5, 81)
+        assert next(iter(engine.model.parameters())).dtype == torch.float64
+    with Engine.from_pretrained(str(folder), dtype=torch.float32, max_model_len=100) as engine:
+        assert next(iter(engine.model.parameters())).dtype == torch.float32
+        assert engine.max_model_len == 100
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_len": 3}, r"from_pretrained\(\) got an unexpected keyword argument 'max_len'; "),
+        ({"max_model_length": 3}, "'max_model_length'; did you mean 'max_model_len'"),
+        ({"num_blocks": 3}, r"num_blocks follows from the folder and the memory \(cache_gib\): .*Engine\(model, "),
+    ],
+)
+def test_options_that_from_pretrained_does_not_have(folder: Path, options: dict[str, Any], message: str):
+    with pytest.raises(TypeError, match=message):
+        Engine.from_pretrained(folder, **options)
+
+
+def test_dtypes_of_another_name(folder: Path):
+    with pytest.raises(ValueError, match=r"dtype torch.float64: expected one of fp32, bf16, fp16"):
+        Engine.from_pretrained(folder, dtype=torch.float64)
+
+
+def test_calls_of_tools(told: Told):
+    answer = told.ask('Look: <tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>', ASK, [TOOL])
+    assert list(answer) == ["L", "o", "o", "k", ":"]
+    message = answer.message
+    [call] = message["tool_calls"]
+    assert message | {"tool_calls": 0} == {"role": "assistant", "content": "Look:", "tool_calls": 0}
+    assert call == {"id": call["id"], "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    assert answer.finish == "tool_calls"
+    result = {"role": "tool", "content": "2", "tool_call_id": call["id"], "name": None}
+    again = told.ask("It is 2.", [*ASK, message, result], [TOOL])
+    rendered = ChatTemplate(told.tokenizer).render(
+        [
+            *ASK,
+            {**message, "tool_calls": [{**call, "function": {"name": "f", "arguments": {"a": [1]}}}]},
+            {"role": "tool", "content": "2", "tool_call_id": call["id"]},
+        ],
+        [TOOL],
+        add_generation_prompt=True,
+    )
+    assert again.prompt_tokens == len(told.tokenizer.encode(rendered, add_special_tokens=False))
+    assert (again.text, again.finish) == ("It is 2.", "stop")
+
+
+def test_without_tools_a_call_is_text(told: Told):
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    answer = told.ask(text, ASK)
+    assert answer.message == {"role": "assistant", "content": text}
+    assert answer.finish == "stop"
+
+
+def test_a_text_in_parts(told: Told):
+    parts = [{"type": "text", "text": "On"}, {"type": "text", "text": "ce"}]
+    answer = told.ask("yes", [{"role": "user", "content": parts, "name": None}])
+    assert answer.prompt_tokens == 2 + len("user: Onceassistant: ")
+    assert answer.text == "yes"
+
+
+def test_variables_of_the_template(told: Told):
+    sizes = []
+    for variables in ({}, {"add_generation_prompt": False}):
+        answer = told.ask("yes", ASK, **variables)
+        answer.stop()
+        sizes.append(answer.prompt_tokens)
+    assert sizes[0] - sizes[1] == 1 + len("assistant: ")  # <|turn|> is one token
+
+
+def test_an_answer_that_is_stopped_keeps_what_was_said(told: Told):
+    answer = told.ask("one two three", ASK)
+    for text in answer:
+        if text == " ":
+            break
+    assert told.engine.busy
+    with pytest.raises(RuntimeError, match="an answer of an earlier chat that was not read to its end"):
+        told.engine.chat(ASK)
+    answer.stop()
+    assert not told.engine.busy
+    assert (answer.finish, answer.message["content"]) == ("cancelled", "one ")
+    answer.stop()
+    assert list(answer) == []
+    unread = told.ask("one two", ASK)
+    unread.stop()
+    assert (unread.finish, unread.text) == ("cancelled", "")
+    resumed = told.ask("one two", ASK)
+    assert next(iter(resumed)) == "o"
+    assert resumed.text == "one two"
+
+
+def test_steps_come_back_without_text(told: Told):
+    answer = told.ask("ä", ASK)
+    pieces = list(answer.steps())
+    assert [piece for piece in pieces if piece] == ["ä"]
+    assert len(pieces) > 1  # the first byte makes no text
+
+
+def test_a_beginning_of_a_stop_string_is_not_lost(folder: Path, tmp_path: Path):
+    prompt = _tokens(folder, ASK)
+    said = load_tokenizer(folder).decode(solo_tokens(tiny_model(max_positions=512), Request(prompt, max_new_tokens=40)))
+    at = next(at for at, letter in enumerate(said) if letter != "\ufffd" and at > 4)
+    given = tmp_path / "generation_config.json"
+    given.write_text(json.dumps({"stop_strings": said[at] + "\x00never"}))
+    with Engine.from_pretrained(folder, generation_config=str(given)) as engine:
+        answer = engine.chat(ASK)
+        text = ""
+        for piece in answer.steps():
+            text += piece
+            if len(answer.tokens) and load_tokenizer(folder).decode(answer.tokens)[at:] == said[at]:
+                answer.stop()
+        assert text == said[:at]
+        assert answer.text == said[: at + 1]
+
+
+def test_an_engine_that_closes_or_pauses(told: Told):
+    answer = told.ask("one", ASK)
+    assert next(iter(answer)) == "o"
+    told.engine.close()
+    assert (answer.text, answer.finish) == ("o", "cancelled")
+    told.engine.open()
+    answer = told.ask("one", ASK)
+    told.engine.pause()
+    with pytest.raises(RuntimeError, match=r"the engine is paused: call resume\(\)"):
+        next(iter(answer))
+    told.engine.resume()
+    assert not told.engine.busy
+
+
+def test_a_model_that_fails(told: Told):
+    answer = told.ask("one", ASK)
+    with torch.no_grad():
+        told.model.w.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="chat: LogitsNotFinite: "):
+        list(answer)
+    assert answer.finish == "error"
+    assert not told.engine.busy
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "message"),
+    [
+        ([], None, "there is no message"),
+        ([{"content": "x"}], None, r"messages\[0\] is \{'content': 'x'\}: expected \{\"role\": "),
+        (["x"], None, r"messages\[0\] is 'x': expected "),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], None, r"messages\[0\].content\[0\]: expected "),
+        (ASK, [{"name": "f"}], r"tools\[0\]: expected .*get_json_schema"),
+        ([{"role": "user", "content": "x" * 9000}], None, r"have 9,\d+ tokens, and a chat and its answer .* 8,192: "),
+    ],
+)
+def test_chats_that_are_refused(told: Told, messages: Any, tools: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        told.engine.chat(messages, tools)
+    assert not told.engine.busy
+
+
+def test_templates_that_refuse(told: Told):
+    tokenizer = told.engine._tokenizer
+    tokenizer.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(ValueError, match="the model's chat template refuses these messages: no system"):
+        told.engine.chat(ASK)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    with pytest.raises(ValueError, match="tools: the model's chat template does not mention tools"):
+        told.engine.chat(ASK, [TOOL])
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"no chat template: load an instruct model, or give .* chat_template=FILE"):
+        told.engine.chat(ASK)
+    bare = Engine(told.model, num_blocks=4)
+    with pytest.raises(ValueError, match=r"needs a tokenizer of transformers: Engine\(model, tokenizer=...\)"):
+        bare.chat(ASK)
