@@ -26,7 +26,7 @@ class ChatAnswer:
         finish: why it ended: "stop", "tool_calls", "length", "cancelled" or "error"; None before that.
         tokens: the ids of those generated so far.
         prompt_tokens: how many the rendered chat has.
-        stop_reason: the stop string or the token of the request that ended the answer; None for one of the model.
+        stop_reason: the token or the stop string that ended the answer; None if neither did.
     """
 
     def __init__(self, engine: Engine, request: Request, reader: AnswerReader, chats: ChatFormat) -> None:

@@ -187,6 +187,40 @@ def test_the_chat_template(command, solo, tmp_path):
     assert "this model has no chat template" in err
 
 
+def test_a_question_gets_the_template_unless_it_is_raw(command, solo, folder, tmp_path, monkeypatch):
+    asked = solo("<|turn|>user: Once<|turn|>", 6)
+    code, out, err = command("Once", "--max-tokens", 6, raw=False)
+    assert (code, out) == (0, asked)
+    assert "put into the model's chat template (--raw continues it as it is)" in err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Once")))
+    assert command("--max-tokens", 6, raw=False)[1] == asked
+    code, out, err = command("--prompt", "Once", "--max-tokens", 6, "--chat")
+    assert (code, out, "template" in err) == (0, asked, False)
+    assert command("Once", "--max-tokens", 6)[1] == solo("Once", 6)
+    (tmp_path / "none.txt").write_text("")
+    code, out, err = command("Once", "--max-tokens", 6, "--chat-template", tmp_path / "none.txt", raw=False)
+    assert (code, out, "the prompt" in err) == (0, solo("Once", 6), False)
+    for twice in (("Once", "--prompt", "Once"), ("--chat", "--raw", "Once")):
+        code, out, err = command(*twice, raw=False)
+        assert (code, out) == (2, "")
+        assert "leave one of them out" in err or "expected one of them" in err
+
+
+def test_an_empty_answer_says_why(command, solo):
+    _, out, err = command("Once", "--stop", solo("Once", 1))
+    assert (out, "the answer is empty: it begins with the stop string '@'" in err) == ("", True)
+    code, out, err = command("Once", "--regex", "")
+    assert (code, out) == (0, "")
+    assert "the answer is empty: the model ended it at once, with <|eos|>" in err
+
+
+def test_why_there_is_no_text():
+    names = type("Names", (), {"convert_ids_to_tokens": staticmethod(lambda token: f"<{token}>")})
+    assert generate.why_empty([5], 5, names) == "the model ended it at once, with <5>"
+    assert generate.why_empty([5], None, names) == "its tokens have no text: <5>"
+    assert generate.why_empty([*range(8)], 7, names) == "its tokens have no text: <0>, <1>, <2>, <3>, <4> and 3 more"
+
+
 def test_stops_and_formats(command, tmp_path, solo):
     whole = solo("Once", 20)
     assert command("--prompt", "Once", "--max-tokens", 20, "--stop", "never there", "--stop", whole[5])[1] in (

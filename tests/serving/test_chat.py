@@ -96,7 +96,7 @@ def test_the_folder_says_how_an_answer_is_made(folder: Path, tmp_path: Path):
     with Engine.from_pretrained(folder, generation_config=str(given)) as engine:
         answer = engine.chat(ASK)
         assert answer.text == load_tokenizer(folder).decode(first[:4])
-        assert (answer.tokens, answer.finish, answer.stop_reason) == (first[:4], "stop", None)
+        assert (answer.tokens, answer.finish, answer.stop_reason) == (first[:4], "stop", first[3])
         sampled = [engine.chat(ASK, sampling=SamplingParams(temperature=2.0, seed=seed)).text for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     given.write_text(json.dumps({"stop_strings": "never there", "max_new_tokens": 5}))

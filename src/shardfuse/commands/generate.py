@@ -166,14 +166,12 @@ def _answer(engine: Engine, request: Request, say: Callable[[str], object], toke
 
 
 def why_empty(tokens: Sequence[int], reason: int | str | None, tokenizer: Any) -> str:
-    """Why ``tokens`` have no text, where ``reason`` ended the answer: a stop string, a token of the request, or None
-    for one that ends the model's answers.
-    """
+    """Why an answer of ``tokens`` that ``reason`` ended, a token or a stop string, has no text."""
     if isinstance(reason, str):
         return f"it begins with the stop string {reason!r}"
     names = [errors.shown(tokenizer.convert_ids_to_tokens(token)) for token in tokens[:_NAMED]]
-    if len(tokens) == 1:
-        return f"the model's first token, {names[0]}, is one that ends answers, or has no text"
+    if len(tokens) == 1 and reason is not None:
+        return f"the model ended it at once, with {names[0]}"
     more = "" if len(tokens) <= _NAMED else f" and {len(tokens) - _NAMED:,} more"
     return f"its tokens have no text: {', '.join(names)}{more}"
 
