@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import collectives
@@ -147,7 +146,7 @@ class Audit(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if hasattr(dist, "tensor") and any(issubclass(kind, dist.tensor.DTensor) for kind in types):
             return NotImplemented  # DTensor runs first; its operators on local tensors come back here
         library, _, name = func._schema.name.partition("::")
         if library == "c10d" and name in _C10D:

@@ -41,9 +41,9 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+import torch.distributed
 
-from ..core.sharding import spec_of
+from ..core.sharding import is_dtensor, spec_of
 from .audit import TORCH, Entry
 
 LOSS_NUMBERS = 3  # per token: its largest logit, its sum of exponentials and its target's logit
@@ -180,11 +180,11 @@ def unsharded_bytes(parameters: Iterable[torch.Tensor], shards: int, itemsize: i
 
 def _tensor_parallel_shape(param: torch.Tensor) -> list[int]:
     """The shape of this rank's tensor-parallel part, ignoring any other sharding."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return list(spec_of(param).local_shape)
     shape = list(param.shape)
     for name, size, placement in zip(param.device_mesh.mesh_dim_names or (), param.device_mesh.shape, param.placements):
-        if name == "tp" and isinstance(placement, Shard):
+        if name == "tp" and isinstance(placement, torch.distributed.tensor.Shard):
             shape[placement.dim] //= size
     return shape
 

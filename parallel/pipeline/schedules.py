@@ -6,57 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    _sorted_batch_p2p,
-    _wait_batch_p2p,
-)
-
 from .partition import owners
-
-
-class ScheduleNaive(PipelineScheduleSingle):
-    """One micro-batch after another: each runs forward through all stages and back before the next one starts.
-
-    It takes the least memory, but only one rank works at a time.
-    """
-
-    def _step_microbatches(
-        self,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        self._initialize_stage(arg_mbs[0], kwarg_mbs[0])
-        stage, last = self._stage, self._n_microbatches - 1
-        for i in range(self._n_microbatches):
-            _exchange(stage.get_fwd_recv_ops(i))
-            output = stage.forward_one_chunk(i, arg_mbs[i], kwarg_mbs[i], save_forward_output=return_outputs)
-            _exchange(stage.get_fwd_send_ops(i))
-            self._maybe_compute_loss(stage, output, target_mbs, i)
-            _exchange(stage.get_bwd_recv_ops(i))
-            stage.backward_one_chunk(i, loss=self._maybe_get_loss(stage, i), last_backward=i == last)
-            _exchange(stage.get_bwd_send_ops(i))
-        self._update_losses(stage, losses)
-        stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
-
-
-def _exchange(ops: list[Any]) -> None:
-    for work in _sorted_batch_p2p(ops).values():
-        _wait_batch_p2p(work)
-
 
 # The two waits exist from torch 2.15 on.
 _BACKWARD = {"FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "SEND_B", "RECV_B", "REDUCE_GRAD"}
@@ -90,10 +40,22 @@ def forward_only(schedule: Any) -> Iterator[None]:
 class Schedule(NamedTuple):
     """A pipeline schedule."""
 
-    kind: type[Any]  # torch's class
+    torch_name: str  # of torch's class
     stages_per_rank: int
     splits_backward: bool  # into a pass for the inputs' gradients and one for the weights'
     layout: str  # which rank has which stages: see partition.owners
+
+    @property
+    def kind(self) -> type[Any]:
+        """torch's class, or ours. It is imported here because that takes as long as torch itself."""
+        if self.torch_name == "ScheduleNaive":
+            from .naive import ScheduleNaive
+
+            return ScheduleNaive
+        from torch.distributed import pipelining
+
+        kind: type[Any] = getattr(pipelining, self.torch_name)
+        return kind
 
 
 # Huang et al., "GPipe" (arXiv:1811.06965); Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training"
@@ -101,13 +63,13 @@ class Schedule(NamedTuple):
 # Pipeline Parallelism" (arXiv:2401.10241); DeepSeek-AI, "DeepSeek-V3" (arXiv:2412.19437). GPipe with re-materialisation
 # is "gpipe" with a model that recomputes.
 SCHEDULES = {
-    "naive": Schedule(ScheduleNaive, 1, False, "loop"),
-    "gpipe": Schedule(ScheduleGPipe, 1, False, "loop"),
-    "1f1b": Schedule(Schedule1F1B, 1, False, "loop"),
-    "interleaved_1f1b": Schedule(ScheduleInterleaved1F1B, 2, False, "loop"),
-    "interleaved_zb": Schedule(ScheduleInterleavedZeroBubble, 2, True, "loop"),
-    "zbv": Schedule(ScheduleZBVZeroBubble, 2, True, "v"),
-    "dualpipev": Schedule(ScheduleDualPipeV, 2, True, "v"),
+    "naive": Schedule("ScheduleNaive", 1, False, "loop"),
+    "gpipe": Schedule("ScheduleGPipe", 1, False, "loop"),
+    "1f1b": Schedule("Schedule1F1B", 1, False, "loop"),
+    "interleaved_1f1b": Schedule("ScheduleInterleaved1F1B", 2, False, "loop"),
+    "interleaved_zb": Schedule("ScheduleInterleavedZeroBubble", 2, True, "loop"),
+    "zbv": Schedule("ScheduleZBVZeroBubble", 2, True, "v"),
+    "dualpipev": Schedule("ScheduleDualPipeV", 2, True, "v"),
 }
 
 

@@ -24,7 +24,6 @@ from ...kernels.linear.gemm import Gemm
 from ...kernels.runtime import autograd, cost
 from ...kernels.runtime.chips import CHIPS
 from .partition import Divisible
-from .split_backward import stage_backward_input, stage_backward_weight
 from .timeline import Costs
 
 ATTENTION_BACKWARD = 2.5
@@ -125,6 +124,8 @@ def _passes(stage: nn.Module, x: torch.Tensor, split: bool, options: Mapping[str
     if not split:
         backward, _ = _seconds(x, lambda: torch.autograd.backward(y, dy))
         return forward, backward, 0.0
+    from .split_backward import stage_backward_input, stage_backward_weight
+
     backward, (_, groups) = _seconds(x, lambda: stage_backward_input([y], [dy], [x], stage.parameters()))
     weight, _ = _seconds(x, lambda: stage_backward_weight(stage.parameters(), groups))
     return forward, backward, weight

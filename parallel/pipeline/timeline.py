@@ -36,9 +36,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
-
 from .schedules import check_microbatches, find
 
 KINDS = ("F", "B", "I", "W")
@@ -162,8 +159,10 @@ def order(name: str, ranks: int, microbatches: int) -> list[list[tuple[Todo, ...
         raise ValueError(f"ranks={ranks}: expected at least 1")
     check_microbatches(name, microbatches, ranks)
     schedule = find(name)
-    if not issubclass(schedule.kind, PipelineScheduleMulti):
+    if schedule.stages_per_rank == 1:
         return [[(todo,) for todo in _single_stage(name, rank, ranks, microbatches)] for rank in range(ranks)]
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
     actions = get_schedule_ops(schedule.kind, ranks, microbatches, schedule.stages_per_rank)
     return [[todos for action in mine if (todos := _todos(action))] for mine in actions]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from .kernels.runtime.checks import whole_number
 from .layers.config import TransformerConfig
-from .layers.hf.folders import read_hf_config
 from .parallel.pipeline.schedules import find
 from .parallel.plan import efficiency, shapes, software
 from .parallel.plan.hardware import GPUS, Cluster, cluster
@@ -19,7 +18,6 @@ from .parallel.plan.search import Found, Search, Space, smallest
 from .parallel.plan.shapes import ModelShape
 from .parallel.plan.software import Software
 from .parallel.plan.step_time import StepTime
-from .parallel.plan.this_machine import this_machine
 from .parallel.plan.traffic import Flow, traffic
 from .training.settings import DataSettings, RunSettings, read_settings
 from .training.settings_file import to_toml
@@ -186,12 +184,16 @@ def _resolved(
     if path.suffix == ".toml":
         settings = read_settings(path, {})
         if settings.start is not None:
+            from .layers.hf.folders import read_hf_config
+
             settings = replace(settings, model=read_hf_config(settings.start))
         return _shape(settings.model, path.stem), settings, settings.data
     shape = shapes.find(str(model))
     if str(model) in shapes.known():
         return shape, None, None
     try:
+        from .layers.hf.folders import read_hf_config
+
         config = read_hf_config(path)
     except ValueError:  # a model that the layers do not have, whose sizes are enough for a plan
         return shape, None, None
@@ -250,6 +252,8 @@ def _hardware(gpu: str, gpus: int, network: str | Path | None) -> tuple[Cluster,
         return cluster(gpu, gpus, network), software.OURS, efficiency.of(gpu)
     if network is not None:
         raise ValueError(f"network={str(network)!r} with gpu='cpu': this machine's links are known; leave it out")
+    from .parallel.plan.this_machine import this_machine
+
     return this_machine(gpus)
 
 
