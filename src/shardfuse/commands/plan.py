@@ -94,7 +94,6 @@ def plan(
     if model is None or gpus is None:
         raise ValueError("shardfuse plan needs --model and --gpus: --model llama3-8b --gpus 64 --gpu h100")
     from ..kernels.runtime.printing import console
-    from ..planning import plan as make
 
     choices = {"tp": _numbers("tp", tp), "pp": _numbers("pp", pp), "dp": _numbers("dp", dp)}
     choices |= {"replicas": _numbers("replicas", replicas)}
@@ -107,11 +106,14 @@ def plan(
         from .plan_page import check_suffix, write
 
         check_suffix(draw)
-    made: Plan = make(
-        model, gpus=gpus, gpu=gpu, network=network, batch=batch, seq=seq, precision=precision, count=count,
-        **choices, **words, sequence_parallel=sequence_parallel, offload=offload,
-    )  # fmt: skip
     people = console(stderr=json)
+    with people.status("importing torch, and searching layouts"):
+        from ..planning import plan as make
+
+        made: Plan = make(
+            model, gpus=gpus, gpu=gpu, network=network, batch=batch, seq=seq, precision=precision, count=count,
+            **choices, **words, sequence_parallel=sequence_parallel, offload=offload,
+        )  # fmt: skip
     show(people, made)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
