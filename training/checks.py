@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from ..kernels.dev.accuracy import Verdict, judge
 from ..layers.hf.folders import WEIGHTS
 from ..layers.transformer import ParallelTransformer
-from ..parallel.checkpoint.checkpoint import full_state_dict
+from ..parallel.checkpoint.entries import full_state_dict
 from .settings import PRECISIONS, ParallelSettings, RunSettings
 from .trainer import Trainer
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from ...kernels.runtime.checks import type_name
 from ...parallel.checkpoint import checked
-from ...parallel.checkpoint.entries import bare
+from ...parallel.checkpoint.entries import bare, full_state_dict
 from ...parallel.core.agreement import agree, on_first, together
 from ...parallel.core.mesh import Group, MeshLike, everyone, whole_group
 from ..transformer import ParallelTransformer
@@ -58,8 +58,6 @@ def export_hf(
             f"export_hf: model is a {type_name(model)}: expected a ParallelTransformer, by itself or as parallelize "
             "returns it; for a model of transformers there is save_pretrained(model, folder)"
         )
-    from ...parallel.checkpoint.checkpoint import full_state_dict  # takes long: it brings DTensor
-
     state = full_state_dict(model, first_rank_only=True)
     one = tied(ranks, model.state_dict(keep_vars=True), {"": {HEAD: EMBEDDING}}).get("", False)
     if one:

@@ -26,14 +26,13 @@ from torch.optim import Optimizer
 
 from ..core import agreement, collectives
 from ..core.mesh import Group, MeshLike, everyone, whole_group
-from ..core.sharding import as_stored, gather, host_copy, local_tensor, logical, on_first_rank
+from ..core.sharding import as_stored, host_copy, local_tensor, logical
 from . import checked, rng_state, storage, tensor_files
-from .entries import bare, named_entries
+from .entries import named_entries
 from .index import FILE
 
 __all__ = [
     "Snapshot",
-    "full_state_dict",
     "load_checkpoint",
     "read_extra",
     "save_checkpoint",
@@ -161,23 +160,6 @@ def read_extra(path: StrPath) -> dict[str, Any]:
     target = Path(os.path.realpath(path))
     with storage.explained(target, "reading"):
         return storage.open_checkpoint(target)[1]["extra"]
-
-
-def full_state_dict(model: nn.Module, *, first_rank_only: bool = False) -> dict[str, torch.Tensor]:
-    """The model's whole logical tensors, as copies on the CPU. Collective over the model's ranks.
-
-    A pipeline's rank gets the tensors of its own stages. With ``first_rank_only`` only the first of the ranks that
-    share these tensors gets them; the others get {} and need no memory for them.
-    """
-    entries = bare(model).state_dict(keep_vars=True)
-    keep = not first_rank_only or all(on_first_rank(entry) for entry in entries.values())
-    state: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for name, entry in entries.items():
-            whole = gather(entry)
-            if keep:
-                state[name] = whole.to("cpu", copy=True)
-    return state
 
 
 def _model_key(name: str) -> str:

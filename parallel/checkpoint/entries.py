@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..core.sharding import gather, on_first_rank
+
 
 class Wrapper(nn.Module):
     """The base class of our modules that spread ``module`` and add no tensor to it."""
@@ -41,3 +43,20 @@ def named_entries(model: nn.Module) -> dict[str, torch.Tensor]:
             found[name] = entry
             seen.add(id(entry))
     return found
+
+
+def full_state_dict(model: nn.Module, *, first_rank_only: bool = False) -> dict[str, torch.Tensor]:
+    """The model's whole logical tensors, as copies on the CPU. Collective over the model's ranks.
+
+    A pipeline's rank gets the tensors of its own stages. With ``first_rank_only`` only the first of the ranks that
+    share these tensors gets them; the others get {} and need no memory for them.
+    """
+    entries = bare(model).state_dict(keep_vars=True)
+    keep = not first_rank_only or all(on_first_rank(entry) for entry in entries.values())
+    state: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, entry in entries.items():
+            whole = gather(entry)
+            if keep:
+                state[name] = whole.to("cpu", copy=True)
+    return state

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from .layers.style import ColumnParallel, FusedMLP, RowParallel, SequenceParallelNorm, VocabParallel
     from .layers.transformer import ParallelTransformer
     from .parallel.audit.audit import Audit
-    from .parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
+    from .parallel.checkpoint.checkpoint import load_checkpoint, read_extra, save_checkpoint
+    from .parallel.checkpoint.entries import full_state_dict
     from .parallel.checkpoint.manager import Checkpointer
     from .parallel.core.mesh import tp_group
     from .parallel.core.random import manual_seed
@@ -221,7 +222,7 @@ _HOMES = {
     "explain": "explanation",
     "export_hf": "layers.hf.folders",
     "fp8_linear": "kernels.scaled_linear",
-    "full_state_dict": "parallel.checkpoint.checkpoint",
+    "full_state_dict": "parallel.checkpoint.entries",
     "fuse": "layers.fuse",
     "gated_linear": "kernels.linear",
     "gather_kv": "kernels.kv_cache",

@@ -12,7 +12,7 @@ from shardfuse.kernels.dev import accuracy
 from shardfuse.layers import transformer
 from shardfuse.layers.attention.attention import packed_positions
 from shardfuse.layers.attention.rope import Rotary
-from shardfuse.parallel.checkpoint.checkpoint import full_state_dict
+from shardfuse.parallel.checkpoint.entries import full_state_dict
 from shardfuse.parallel.core.random import sharded_draws
 from shardfuse.parallel.zero.clip import GradientClipper
 

@@ -21,7 +21,8 @@ from shardfuse.layers.grid.linear import GridLinear
 from shardfuse.layers.grid.mlp import GridMLP
 from shardfuse.layers.grid.transformer import GridTransformer
 from shardfuse.layers.hf.folders import export_hf, load_hf
-from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
+from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from shardfuse.parallel.checkpoint.entries import full_state_dict
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh

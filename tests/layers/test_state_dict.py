@@ -28,7 +28,7 @@ from shardfuse import (
 )
 from shardfuse.kernels.dev import accuracy
 from shardfuse.layers.attention.paged import PagedAttention
-from shardfuse.parallel.checkpoint.checkpoint import full_state_dict
+from shardfuse.parallel.checkpoint.entries import full_state_dict
 from shardfuse.parallel.core.mesh import tp_group
 from shardfuse.parallel.core.sharding import ShardSpec, local_tensor, spec_of
 

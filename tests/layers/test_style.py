@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from shardfuse import ColumnParallelLinear, ParallelMLP, RowParallelLinear, VocabParallelEmbedding
 from shardfuse.kernels.dev import accuracy
 from shardfuse.layers.style import ColumnParallel, FusedMLP, RowParallel, SequenceParallelNorm, VocabParallel
-from shardfuse.parallel.checkpoint.checkpoint import full_state_dict
+from shardfuse.parallel.checkpoint.entries import full_state_dict
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import everyone
 from shardfuse.parallel.core.rendezvous import init_mesh

@@ -19,7 +19,8 @@ from torch import nn
 
 from shardfuse import ColumnParallelLinear
 from shardfuse.parallel.checkpoint import storage, tensor_files
-from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
+from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, read_extra, save_checkpoint
+from shardfuse.parallel.checkpoint.entries import full_state_dict
 from shardfuse.parallel.core.mesh import SINGLE, Group, tp_group
 from shardfuse.parallel.core.sharding import ShardSpec, local_tensor, make_parameter
 

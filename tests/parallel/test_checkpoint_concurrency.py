@@ -24,7 +24,8 @@ from checkpoint_case import Net, assert_equal
 from torch import nn
 
 from shardfuse.parallel.checkpoint import manager, storage
-from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
+from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, read_extra, save_checkpoint
+from shardfuse.parallel.checkpoint.entries import full_state_dict
 from shardfuse.parallel.checkpoint.manager import Checkpointer, Resumed
 from shardfuse.parallel.core.mesh import tp_group
 

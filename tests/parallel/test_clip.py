@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardfuse import ParallelTransformer, TransformerConfig, init_mesh
-from shardfuse.parallel.checkpoint.checkpoint import full_state_dict
+from shardfuse.parallel.checkpoint.entries import full_state_dict
 from shardfuse.parallel.core.sharding import local_tensor
 from shardfuse.parallel.zero.clip import GradientClipper
 

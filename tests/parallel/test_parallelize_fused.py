@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from shardfuse import explain, fuse, init_mesh, parallelize
 from shardfuse.kernels.dev import accuracy
-from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
+from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from shardfuse.parallel.checkpoint.entries import full_state_dict
 from shardfuse.parallel.core.mesh import data_coordinate
 
 pytest.importorskip("transformers")

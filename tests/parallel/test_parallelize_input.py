@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from shardfuse import ParallelTransformer, TransformerConfig, load_checkpoint, parallelize
 from shardfuse.kernels.dev import accuracy
 from shardfuse.layers.hf.folders import export_hf, load_hf
-from shardfuse.parallel.checkpoint.checkpoint import full_state_dict
+from shardfuse.parallel.checkpoint.entries import full_state_dict
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.pipeline.timeline import Costs
 from shardfuse.parallel.zero import zero

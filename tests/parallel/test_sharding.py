@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
+from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from shardfuse.parallel.checkpoint.entries import full_state_dict
 from shardfuse.parallel.core import sharding
 from shardfuse.parallel.core.mesh import SINGLE, Group, tp_group
 from shardfuse.parallel.core.rendezvous import init_mesh
