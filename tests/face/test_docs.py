@@ -23,6 +23,7 @@ from torch import nn
 import shardfuse as sf
 from shardfuse.integrations.hub import build
 from shardfuse.kernels.runtime import onednn
+from shardfuse.testing import save_tiny_hf
 
 DOCUMENTS = Path(__file__).parents[2] / "docs"
 PYTHON = {
@@ -45,9 +46,9 @@ TRAINING = {"parallelism-0": ("pp=2", 8), "training-1": ("dp=2", 4), "grid-0": (
 PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-2", "overlap-0"
 PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
-ON_A_CPU, BATCHING, HUB, SERVING = "cpu-0", "integrations-0", "integrations-1", "serving-0"
-CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-8")
-CLIENTS, ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-7", "serving-9", "serving-10", "serving-11"
+ON_A_CPU, BATCHING, HUB, CHAT, SERVING = "cpu-0", "integrations-0", "integrations-1", "serving-0", "serving-1"
+CHOICE = ("serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-7", "serving-9")
+CLIENTS, ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-8", "serving-10", "serving-11", "serving-12"
 TOOL_FORMAT, SERVER, PLANNING, PREPARING = "server-0", "server-1", "plan-0", "training-0"
 EMULATED = "gpu-0"  # by tests/kernels/test_ptx_script.py
 
@@ -70,6 +71,7 @@ def test_every_snippet_is_run():
         ON_A_CPU,
         BATCHING,
         HUB,
+        CHAT,
         SERVING,
         *CHOICE,
         CLIENTS,
@@ -304,6 +306,14 @@ def test_the_choice_of_tokens(name: str, capsys: pytest.CaptureFixture[str]):
 
     _run(PYTHON[name], sf=sf, model=model(), tokenizer=byte_level())
     assert capsys.readouterr().out
+
+
+def test_a_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("transformers", reason="transformers is not installed (pip install .[hf])")
+    monkeypatch.chdir(save_tiny_hf(tmp_path / "folder", dtype=torch.float32).parent)
+    made = _run(PYTHON[CHAT], sf=sf, tools=[{"type": "function", "function": {"name": "weather"}}])
+    assert made["messages"][1] == {"role": "assistant", "content": capsys.readouterr().out}
+    assert made["answer"].text
 
 
 def test_serving_a_foreign_model():

@@ -24,6 +24,7 @@ from shardfuse.kernels.runtime import cost
 from shardfuse.kernels.runtime.chips import CHIPS
 from shardfuse.parallel.overlap import link_model, link_profile
 from shardfuse.parallel.overlap.link_model import GATHER, SCATTER, Call
+from shardfuse.testing import save_tiny_hf
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -43,6 +44,9 @@ def test_examples_run(source, tmp_path, monkeypatch, capsys):
         transformers = pytest.importorskip("transformers")
         config = transformers.LlamaConfig(**SMALL)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "my-model")
+    if "instruct-model" in source:
+        pytest.importorskip("transformers")
+        save_tiny_hf(tmp_path / "instruct-model", dtype=torch.float32)
     (tmp_path / "example.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     runpy.run_path("example.py", run_name="__main__")
