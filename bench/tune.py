@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..kernels.dev import registry, workers
 from ..kernels.runtime import device, dispatch, tuning
 from ..kernels.runtime.chips import CHIPS
+from ..kernels.runtime.names import expected
 from ..kernels.runtime.printing import Sheet, console, figure, prose
 from . import workload
 from .gpu.journal import Journal
@@ -420,7 +421,9 @@ def _cases(spec: registry.OpSpec, options: Options, *, known: bool) -> Iterator[
     for wanted in options.cases:
         chosen = [by_name[wanted]] if wanted in by_name else spec.tagged(wanted)
         if not chosen and known:
-            raise ValueError(f"{spec.name} has no case and no tag called {wanted!r}")
+            raise ValueError(
+                f"{spec.name} has no case and no tag called {wanted!r}; {expected(wanted, by_name, 'it has')}"
+            )
         yield from chosen
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..kernels.runtime.checks import whole_number
+from ..kernels.runtime.names import expected
 from ..parallel.pipeline.partition import Part
 
 STYLES = ("gelu", "gated")
@@ -78,7 +79,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
-            raise ValueError(f"style={self.style!r}: expected one of {', '.join(STYLES)}")
+            raise ValueError(f"style={self.style!r}: {expected(self.style, STYLES)}")
         if self.num_kv_heads is None:
             self._set("num_kv_heads", self.num_heads)
         if self.bias is None:
@@ -181,7 +182,9 @@ def check_rope(head_dim: int, partial_rotary_factor: float, scaling: Mapping[str
     if scaling is not None and not isinstance(scaling, Mapping):
         raise ValueError(f"rope_scaling={scaling!r}: expected a dict with a rope_type, or None")
     if rope_type(scaling) not in ("default", *SCALINGS):
-        raise ValueError(f"rope_scaling with rope_type={rope_type(scaling)!r}: expected one of {', '.join(SCALINGS)}")
+        raise ValueError(
+            f"rope_scaling with rope_type={rope_type(scaling)!r}: {expected(rope_type(scaling), SCALINGS)}"
+        )
 
 
 def part_costs(config: TransformerConfig, length: int) -> list[Part]:

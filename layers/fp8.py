@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..kernels.runtime.checks import check_impl, whole_number
+from ..kernels.runtime.names import expected
 from ..kernels.scaled_linear import fp8_linear
 from .module import Layer
 
@@ -47,7 +48,7 @@ class Fp8Linear(Layer, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         if recipe not in RECIPES:
-            raise ValueError(f"recipe={recipe!r}: expected one of {', '.join(RECIPES)}")
+            raise ValueError(f"recipe={recipe!r}: {expected(recipe, RECIPES)}")
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             whole_number(name, size)
         whole_number("amax_history", amax_history)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..kernels.linear import ACTIVATIONS, functional, linear_act
 from ..kernels.runtime.checks import whole_number
+from ..kernels.runtime.names import expected
 from ..parallel.core import mappings
 from ..parallel.core.first_calls import compare_call
 from ..parallel.linear import column_linear, row_linear
@@ -120,7 +121,7 @@ class ColumnParallelLinear(_ParallelLinear):
         shared = LayerOptions.of(type(self), options, LayerKwargs)
         check_divides("out_features", out_features, shared.group)
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"activation={activation!r}: {expected(activation, ACTIVATIONS)}")
         super().__init__(in_features, out_features, bias, 0, site, shared)
         self.activation = activation
         self.gather_output = gather_output

@@ -10,6 +10,7 @@ import torch
 from ..kernels.linear import ACTIVATIONS, apply_activation, functional, gated_linear, linear_act, linear_act_choice
 from ..kernels.runtime.checks import whole_number
 from ..kernels.runtime.dispatch import uses_reference
+from ..kernels.runtime.names import expected
 from ..parallel.core.first_calls import compare_call
 from ..parallel.core.sharding import local_tensors
 from ..parallel.mlp import RECOMPUTE, fused_mlp
@@ -72,7 +73,7 @@ class ParallelMLP(TensorParallel, Layer):
         self.activation = activation or ("silu" if gated else "gelu_tanh")
         if self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)} (SwiGLU is silu with gated=True)"
+                f"activation={activation!r}: {expected(activation, ACTIVATIONS)} (SwiGLU is silu with gated=True)"
             )
         if recompute not in RECOMPUTE:
             raise ValueError(

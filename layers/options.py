@@ -6,7 +6,6 @@ makes one :class:`LayerOptions` of them. A parent passes ``**shared.kwargs(Layer
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 
 from ..kernels.runtime.checks import check_impl
+from ..kernels.runtime.names import expected
 from ..parallel.core.mesh import Group, MeshLike, tp_group
 from ..parallel.core.sharding import PARAM_MODES
 from ..parallel.grid.grid import Grid, check_grid_overlap
@@ -109,7 +109,7 @@ class LayerOptions:
     def __post_init__(self) -> None:
         check_impl(self.impl)
         if self.params not in PARAM_MODES:
-            raise ValueError(f"params={self.params!r}: expected one of {', '.join(PARAM_MODES)}")
+            raise ValueError(f"params={self.params!r}: {expected(self.params, PARAM_MODES)}")
         if has_grid(self.mesh):
             object.__setattr__(self, "mesh", Grid.of(self.mesh))
             check_grid_overlap(self.overlap, self.grid, self.strict)
@@ -179,6 +179,4 @@ def _unexpected(layer: Callable[..., Any], name: str, shared: frozenset[str]) ->
     keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     own = {parameter.name for parameter in parameters if parameter.kind in keywords} - {"self"}
     names = sorted(own | shared)
-    nearest = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"expected one of {', '.join(names)}"
-    return f"{_name(layer)}() got an unexpected keyword argument {name!r}; {hint}"
+    return f"{_name(layer)}() got an unexpected keyword argument {name!r}; {expected(name, names)}"

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ..kernels.dev.accuracy import judge
 from ..kernels.linear import ACTIVATIONS, apply_activation
+from ..kernels.runtime.names import expected
 from ..parallel.core.mesh import Group, tp_group
 from ..parallel.core.sharding import ShardSpec, make_parameter
 from .embedding import VocabParallelEmbedding
@@ -135,7 +136,7 @@ class FusedMLP(_Style):
     ) -> None:
         super().__init__(activation=activation, **options)
         if activation not in ACTIVATIONS:
-            raise ValueError(f"FusedMLP: activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"FusedMLP: activation={activation!r}: {expected(activation, ACTIVATIONS)}")
         self.names = {"gate_proj": gate, "up_proj": up, "down_proj": down} if gate else {"c_fc": up, "c_proj": down}
         self.check = check
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ..kernels.runtime.names import expected
 from .core.mesh import data_coordinate
 from .core.sharding import spec_of
 
@@ -150,7 +151,7 @@ def check(
     itself.
     """
     if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r}: expected one of {', '.join(ENGINES)}")
+        raise ValueError(f"engine={engine!r}: {expected(engine, ENGINES)}")
     if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
         raise ValueError(f"zero={zero!r}: expected 0 (replicas), 1 or 2 (shards of state and gradients) or 3 (of all)")
     if mesh is not None:

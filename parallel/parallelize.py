@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..kernels.runtime.names import expected
 from . import compatibility
 from .core import collectives
 from .core.agreement import agree_on, checksum
@@ -191,7 +192,7 @@ def _settle(
         microbatches = microbatches or default_microbatches(schedule, stages)
         check_microbatches(schedule, microbatches, stages)
     if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}: expected None or one of {', '.join(PRECISIONS)}")
+        raise ValueError(f"precision={precision!r}: {expected(precision, PRECISIONS, 'expected None or one of')}")
     if precision == "fp16" and any(getattr(each, "fuse_wgrad_accumulation", False) for each in model.modules()):
         raise ValueError(
             "precision='fp16' with fuse_wgrad_accumulation=True: main_grad would keep the factor that the loss is "

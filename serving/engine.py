@@ -20,6 +20,7 @@ import torch
 from ..kernels.runtime import sealing
 from ..kernels.runtime.checks import check_impl, whole_number
 from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
+from ..kernels.runtime.names import expected
 from ..kernels.runtime.sealing import SealBroken
 from ..layers.attention.paged import default_block_size
 from ..layers.trial import trial
@@ -134,7 +135,9 @@ class Engine:
             )
         self.stats = EngineStats()
         if kv_dtype is not None and kv_dtype not in KV_DTYPES:
-            raise ValueError(f"Engine: kv_dtype={kv_dtype!r}: expected None or one of {', '.join(KV_DTYPES)}")
+            raise ValueError(
+                f"Engine: kv_dtype={kv_dtype!r}: {expected(kv_dtype, KV_DTYPES, 'expected None or one of')}"
+            )
         weight = next(iter(model.parameters()))
         if weight.is_meta:
             raise ValueError("Engine: the model is on the meta device: load its weights first, say with load_hf")

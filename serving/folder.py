@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.runtime.names import expected
 from ..layers.attention.paged import default_block_size
 from ..layers.hf.chat_template import ChatTemplate
 from ..layers.hf.config import GENERATION
@@ -62,7 +63,7 @@ def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
     except ImportError:
         raise ImportError("transformers is not installed: pip install 'shardfuse[serve]'") from None
     if options.dtype is not None and options.dtype not in DTYPES:
-        raise ValueError(f"dtype {options.dtype!r}: expected one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {options.dtype!r}: {expected(options.dtype, DTYPES)}")
     if options.cache_gib is not None and not 0 < options.cache_gib < math.inf:
         raise ValueError(f"a cache of {options.cache_gib} GiB: expected a positive number")
     tokenizer = _tokenizer(options)

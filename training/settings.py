@@ -17,6 +17,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+from ..kernels.runtime.names import expected
 from ..layers.config import TransformerConfig
 from .data.reader import TRAIN_ON
 from .optimizer import SHAPES
@@ -330,9 +331,8 @@ def _build(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
     unknown = sorted(values.keys() - hints.keys())
     if unknown:
         where = f"[{prefix[:-1]}]" if prefix else "the top"
-        raise ValueError(
-            f"{prefix}{unknown[0]}: there is no such setting; at {where} there are {', '.join(sorted(hints))}"
-        )
+        said = expected(unknown[0], sorted(hints), f"at {where} there are")
+        raise ValueError(f"{prefix}{unknown[0]}: there is no such setting; {said}")
     fields: dict[str, Any] = {}
     for name, value in values.items():
         hint = hints[name]
@@ -386,5 +386,5 @@ def _above_0(settings: Any, section: str, *names: str) -> None:
 
 def _one_of(settings: Any, section: str, name: str, choices: Any) -> None:
     if getattr(settings, name) not in choices:
-        listed = ", ".join(str(choice) for choice in choices)
-        raise ValueError(f"{section}.{name} = {getattr(settings, name)!r}: expected one of {listed}")
+        given = getattr(settings, name)
+        raise ValueError(f"{section}.{name} = {given!r}: {expected(given, choices)}")

@@ -12,6 +12,7 @@ import torch
 
 from ...kernels.dev.registry import Case, OpSpec
 from ...kernels.runtime.dispatch import IMPLS
+from ...kernels.runtime.names import nearest
 from .loading import from_file
 from .rivals import Prepared, Rival, find_rival
 
@@ -54,6 +55,8 @@ def load(spec: OpSpec, text: str, device: torch.device | None = None, rivals: Se
     text = text.removeprefix(PREFIX)
     if text in IMPLS:
         return Implementation(text, lambda inputs, case: spec.run(inputs, case, text))
+    if (close := nearest(text, IMPLS)) is not None:
+        raise ValueError(f"--impl {text}: did you mean {close!r}? (expected {_EXPECTED})")
     function = from_file(text, "--impl", _EXPECTED)
     if not callable(function):
         raise ValueError(f"--impl {text}: is no function; it needs `def {text.rpartition(':')[2]}(inputs, case)`")

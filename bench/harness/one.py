@@ -18,6 +18,7 @@ import torch
 
 from ...kernels.dev import registry
 from ...kernels.dev.registry import Case, OpSpec
+from ...kernels.runtime.names import expected
 from .gate import check_case
 from .runner import default_device
 
@@ -70,7 +71,9 @@ def _choose(spec: OpSpec, names: list[str], tag: str) -> Iterator[Case]:
     by_name = {case.name: case for case in spec.cases}
     unknown = [name for name in names if name not in by_name]
     if unknown:
-        raise ValueError(f"{spec.name} has no case called {', '.join(unknown)}; it has {', '.join(by_name)}")
+        raise ValueError(
+            f"{spec.name} has no case called {', '.join(unknown)}; {expected(unknown[0], by_name, 'it has')}"
+        )
     yield from (by_name[name] for name in names) if names else spec.tagged(tag)
 
 

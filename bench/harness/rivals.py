@@ -19,6 +19,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from ...kernels.dev.registry import Case
+from ...kernels.runtime.names import expected
 from . import vendored  # noqa: F401 - makes the wheels in .whl importable
 from .loading import from_entry_points, from_file
 
@@ -125,7 +126,7 @@ def find_rival(op: str, name: str, device: torch.device, files: Sequence[str] = 
         each.rival.name: each.rival for each in listed(files) if each.rival and each.rival.op == op and not each.broken
     }
     if name not in known:
-        raise ValueError(f"rival:{name}: {op} has no such rival; it has {', '.join(known) or 'none'}")
+        raise ValueError(f"rival:{name}: {op} has no such rival; {expected(name, known, 'it has')}")
     missing = known[name].missing(device)
     if missing:
         raise RuntimeError(f"rival:{name}: {missing}; `shardfuse bench rivals {op}` lists those that are here")

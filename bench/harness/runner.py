@@ -25,6 +25,7 @@ import torch
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.dev.workers import end_with_the_parent
 from ...kernels.runtime import dispatch
+from ...kernels.runtime.names import expected
 from ...kernels.runtime.printing import Sheet, console, prose, unbroken
 from .. import suites
 from . import provenance
@@ -52,7 +53,7 @@ def benchmarks() -> dict[str, Benchmark]:
 def find(name: str) -> Benchmark:
     """The benchmark called ``name``; ValueError, with the known ones, if there is none."""
     if name not in benchmarks():
-        raise ValueError(f"no benchmark called {name!r}: known are {', '.join(benchmarks())}")
+        raise ValueError(f"no benchmark called {name!r}: {expected(name, benchmarks(), 'known are')}")
     return benchmarks()[name]
 
 

@@ -19,6 +19,7 @@ import torch
 from rich.text import Text
 
 from ...kernels.dev.registry import Case, OpSpec, to_double
+from ...kernels.runtime.names import expected
 from ...kernels.runtime.printing import Sheet, console, figure, prose, unbroken
 from .drawn import check_drawn, tensors
 from .gate import copy_inputs
@@ -101,7 +102,9 @@ def choose(spec: OpSpec, names: Sequence[str]) -> list[Case]:
     by_name = {case.name: case for case in spec.cases}
     unknown = [name for name in names if name not in by_name]
     if unknown:
-        raise ValueError(f"{spec.name} has no case called {', '.join(unknown)}; it has {', '.join(by_name)}")
+        raise ValueError(
+            f"{spec.name} has no case called {', '.join(unknown)}; {expected(unknown[0], by_name, 'it has')}"
+        )
     return [by_name[name] for name in names] or spec.tagged("test")
 
 

@@ -7,13 +7,15 @@ import os
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..runtime.names import expected
+
 REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_reduction(op: str, reduction: str) -> None:
     """ValueError for a reduction that there is not."""
     if reduction not in REDUCTIONS:
-        raise ValueError(f"{op}: reduction={reduction!r}: expected one of {', '.join(REDUCTIONS)}")
+        raise ValueError(f"{op}: reduction={reduction!r}: {expected(reduction, REDUCTIONS)}")
 
 
 def check_targets(op: str, targets: torch.Tensor, vocab_size: int, ignore_index: int) -> None:

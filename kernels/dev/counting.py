@@ -19,6 +19,7 @@ import torch
 
 from ..runtime import cache_key, device, dispatch
 from ..runtime.chips import converts_e4m3
+from ..runtime.names import expected
 from . import registry, stub_cuda, workers
 from .ptx import assembled, counted, driver, models
 from .ptx.models import Small
@@ -50,7 +51,7 @@ def cases(spec: OpSpec, *, deep: bool = False) -> list[tuple[Question, Small]]:
 def require(arch: str) -> None:
     """Raise ValueError for an ``arch`` that is not counted, RuntimeError where something is missing here."""
     if arch not in ARCHS:
-        raise ValueError(f"target={arch!r}: what kernels do is counted for {', '.join(ARCHS)}; choose one")
+        raise ValueError(f"target={arch!r}: {expected(arch, ARCHS, 'what kernels do is counted for')}")
     if dispatch.triton_version() is None:
         raise RuntimeError(NO_TRITON)
     if stub_cuda.compiler() is None:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ..runtime import dispatch
 from ..runtime.chips import CHIPS
+from ..runtime.names import expected
 from ..runtime.printing import Sheet, console, figure, prose, unbroken
 from . import codegen, counts_report, registry, runs
 from .codegen import Report, problems
@@ -98,7 +99,7 @@ def _select(op: str | None, target: str | None, all_ops: bool) -> list[Build]:
     if (op is None) != all_ops:
         raise ValueError(f"name one op ({', '.join(sorted(registry.ops()))}) or pass --all")
     if target is not None and target not in registry.TARGETS:
-        raise ValueError(f"no target called {target!r}: known are {', '.join(registry.TARGETS)}")
+        raise ValueError(f"no target called {target!r}: {expected(target, registry.TARGETS, 'known are')}")
     specs = list(registry.ops().values()) if op is None else [registry.op(op)]
     if dispatch.triton_version() is None:
         raise RuntimeError(codegen.NO_TRITON)

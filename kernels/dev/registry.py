@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..runtime import cache_key
+from ..runtime.names import expected
 from .accuracy import Verdict, judge
 
 # Ahead-of-time targets: name -> (Triton backend, architecture, warp size).
@@ -160,7 +161,7 @@ def ops() -> dict[str, OpSpec]:
 def op(name: str) -> OpSpec:
     """The op called ``name``; ValueError listing the known ones otherwise."""
     if name not in ops():
-        raise ValueError(f"no op called {name!r}: known are {', '.join(sorted(ops()))}")
+        raise ValueError(f"no op called {name!r}: {expected(name, sorted(ops()), 'known are')}")
     return ops()[name]
 
 

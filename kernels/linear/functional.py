@@ -18,6 +18,7 @@ from ..runtime import device as target
 from ..runtime import onednn as packing
 from ..runtime.dispatch import Choice, OneDNN
 from ..runtime.dtypes import no_kernel
+from ..runtime.names import expected
 from ..runtime.onednn import drop, pack
 from . import cpu, onednn, onednn_schemas, reference, schemas, tuned
 from .gemm import Gemm
@@ -120,7 +121,7 @@ def check(
 ) -> None:
     """ValueError for operands that do not fit each other. Python overhead is measurable here."""
     if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"{op}: activation={activation!r}: {expected(activation, ACTIVATIONS)}")
     n = len(weights)
     if not 0 < n <= MAX_WEIGHTS:
         raise ValueError(f"{op}: {n} weights given: expected 1 to {MAX_WEIGHTS} in one call")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from .names import expected
+
 
 def whole_number(name: str, value: Any, *, least: int = 1) -> int:
     """``value`` as an int; ValueError unless it is a whole number of at least ``least``. A bool is none."""
@@ -27,7 +29,7 @@ def check_impl(impl: str) -> None:
     from .dispatch import IMPLS
 
     if impl not in IMPLS:
-        raise ValueError(f"impl={impl!r}: expected one of {', '.join(IMPLS)}")
+        raise ValueError(f"impl={impl!r}: {expected(impl, IMPLS)}")
 
 
 def expect_tensor(op: str, name: str, value: Any) -> None:

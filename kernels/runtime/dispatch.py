@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 
+from .names import expected
+
 IMPLS = ("auto", "triton", "onednn", "reference")
 
 
@@ -84,7 +86,7 @@ def _why_no_interpreter(triton: str, numpy: str) -> str | None:
 def _read_auto() -> str:
     value = os.environ.get("SHARDFUSE_IMPL", "auto")
     if value not in IMPLS:
-        raise ValueError(f"SHARDFUSE_IMPL={value!r}: expected one of {', '.join(IMPLS)}")
+        raise ValueError(f"SHARDFUSE_IMPL={value!r}: {expected(value, IMPLS)}")
     return value
 
 
@@ -232,7 +234,7 @@ def _decide(
     onednn: OneDNN | None,
 ) -> Choice:
     if impl not in IMPLS:
-        raise ValueError(f"{op}: impl={impl!r}: expected one of {', '.join(IMPLS)}")
+        raise ValueError(f"{op}: impl={impl!r}: {expected(impl, IMPLS)}")
     if impl == "auto":
         impl = _AUTO
     if impl == "reference":

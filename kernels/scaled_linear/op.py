@@ -12,6 +12,7 @@ from ..linear.reference import ACTIVATIONS
 from ..runtime import autograd, dispatch
 from ..runtime.dispatch import Choice
 from ..runtime.dtypes import E4M3, E5M2, FLOATS, KERNEL_FLOATS
+from ..runtime.names import expected
 from . import reference, schemas
 
 SCALINGS = ("tensor", "row")
@@ -330,7 +331,7 @@ def _check_quantize(
 
 def _check_scaling(op: str, scaling: str) -> None:
     if scaling not in SCALINGS:
-        raise ValueError(f"{op}: scaling={scaling!r}: expected one of {', '.join(SCALINGS)}")
+        raise ValueError(f"{op}: scaling={scaling!r}: {expected(scaling, SCALINGS)}")
 
 
 def _check_input(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -389,7 +390,7 @@ def _check_product(
 ) -> None:
     op = "scaled_linear"
     if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"{op}: activation={activation!r}: {expected(activation, ACTIVATIONS)}")
     _check_weight(op, x, weight, bias)
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype not in reference.DTYPES:

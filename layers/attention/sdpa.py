@@ -33,6 +33,7 @@ import torch
 from ...kernels.runtime import dispatch
 from ...kernels.runtime.device import ASSUMED
 from ...kernels.runtime.dispatch import Choice
+from ...kernels.runtime.names import expected
 from . import sdpa_paths as paths
 
 PATHS = ("sdpa", "mask", "loop", "varlen", "flex", "math")
@@ -171,7 +172,7 @@ def choose_path(
     why_not = _why_not(device, dtype, head_dim, causal, window, softcap, sinks, packed, dropout_p, grad)
     if path != "auto":
         if path not in PATHS:
-            raise ValueError(f"attend: path={path!r}: expected auto or one of {', '.join(PATHS)}")
+            raise ValueError(f"attend: path={path!r}: {expected(path, PATHS, 'expected auto or one of')}")
         if missing := why_not(path):
             raise ValueError(f"attend: path={path!r} was asked for, but {missing}; path='auto' takes another")
         return Choice(path, "asked for")

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...kernels.linear import ACTIVATIONS, apply_activation, functional
 from ...kernels.runtime.checks import whole_number
+from ...kernels.runtime.names import expected
 from ...parallel.core.first_calls import compare_call
 from ...parallel.grid.grid import ACROSS, WITHIN, GridOptions
 from ...parallel.grid.linear import grid_linear
@@ -46,7 +47,7 @@ class GridLinear(GridModule):
     ) -> None:
         shared = LayerOptions.of(type(self), options, LayerKwargs)
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"activation={activation!r}: {expected(activation, ACTIVATIONS)}")
         super().__init__(shared)
         self.axes = self.grid.axes(turned)
         self.grid.check_width("in_features", whole_number("in_features", in_features), turned=turned)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from ...kernels.runtime.names import expected
 from .mesh import Group, timeout_of
 
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "avg": dist.ReduceOp.AVG}
@@ -91,7 +92,7 @@ class Flight:
 def all_reduce(x: torch.Tensor, group: Group, *, site: str, op: str = "sum", inplace: bool = False) -> torch.Tensor:
     """Combine ``x``, of equal shape on all ranks, by "sum", "max" or "avg". ``inplace`` writes the result to ``x``."""
     if op not in _OPS:
-        raise ValueError(f"{site}: op={op!r}: expected one of {', '.join(_OPS)}")
+        raise ValueError(f"{site}: op={op!r}: {expected(op, _OPS)}")
     if group.size == 1:
         return x
     _count("all_reduce", x, site)

@@ -19,6 +19,7 @@ import torch.distributed
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ...kernels.runtime.names import expected
 from .mesh import DATA_DIMS, GRID_DIMS, SINGLE, Group, tp_group
 
 if TYPE_CHECKING:  # imports sympy: takes half as long as importing torch
@@ -167,7 +168,7 @@ def make_parameter(local: torch.Tensor, spec: ShardSpec, params: str = "dtensor"
     carries ``shard_spec`` and ``tensor_model_parallel`` (Megatron's and DeepSpeed's name).
     """
     if params not in PARAM_MODES:
-        raise ValueError(f"params={params!r}: expected one of {', '.join(PARAM_MODES)}")
+        raise ValueError(f"params={params!r}: {expected(params, PARAM_MODES)}")
     if local.shape != spec.local_shape:
         raise ValueError(f"{spec.name}: this rank's shape is {list(local.shape)}, expected {list(spec.local_shape)}")
     if params == "dtensor" and spec.group.size > 1:

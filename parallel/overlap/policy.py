@@ -26,6 +26,7 @@ from ...kernels.comm.reduce_config import WIDEST
 from ...kernels.comm.reduce_op import all_reduce_choice
 from ...kernels.linear import linear_act_choice
 from ...kernels.runtime import autograd, dispatch
+from ...kernels.runtime.names import expected
 from ..core import collectives
 from ..core.mesh import Group
 from ..core.options import TPOptions
@@ -71,7 +72,7 @@ _agreed: dict[tuple[int, torch.device], _Agreed] = {}
 def check_overlap(overlap: str) -> str:
     """``overlap`` itself; ValueError unless it is one of OVERLAPS."""
     if overlap not in OVERLAPS:
-        raise ValueError(f"overlap={overlap!r}: expected one of {', '.join(OVERLAPS)}")
+        raise ValueError(f"overlap={overlap!r}: {expected(overlap, OVERLAPS)}")
     return overlap
 
 
@@ -319,7 +320,7 @@ def link_of(machines: Sequence[str]) -> str:
 
 def _call(op: str, tokens: int, K: int, N: int, dtype: torch.dtype, group: Group, overlap: str) -> Call:
     if op not in OPS:
-        raise ValueError(f"op={op!r}: expected one of {', '.join(OPS)}")
+        raise ValueError(f"op={op!r}: {expected(op, OPS)}")
     check_overlap(overlap)
     return Call(op, tokens, K, N, dtype, group.size)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ...kernels.runtime.names import expected
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -70,7 +72,7 @@ def owners(stages: int, ranks: int, layout: str = "loop") -> list[int]:
     Raises ValueError for another layout, or a number of stages that does not divide by the ranks.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout={layout!r}: {expected(layout, LAYOUTS)}")
     if ranks < 1 or stages < 1 or stages % ranks:
         raise ValueError(f"{stages} stages over {ranks} pipeline ranks: expected the same number on each, at least one")
     found = []

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ...kernels.runtime.names import expected
 from .partition import owners
 
 # The two waits exist from torch 2.15 on.
@@ -76,7 +77,7 @@ SCHEDULES = {
 def find(name: str) -> Schedule:
     """The schedule ``name``; ValueError for an unknown one."""
     if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r}: expected one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={name!r}: {expected(name, SCHEDULES)}")
     return SCHEDULES[name]
 
 

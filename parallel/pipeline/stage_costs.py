@@ -23,6 +23,7 @@ from ...kernels.linear.config import pick_config
 from ...kernels.linear.gemm import Gemm
 from ...kernels.runtime import autograd, cost
 from ...kernels.runtime.chips import CHIPS
+from ...kernels.runtime.names import expected
 from .partition import Divisible
 from .timeline import Costs
 
@@ -36,9 +37,9 @@ def modelled(model: str, tokens: int, *, length: int, tp: int = 1, arch: str = "
     Raises ValueError for an unknown model or chip, and for sizes that do not divide.
     """
     if model not in shapes.MODELS:
-        raise ValueError(f"model={model!r}: expected one of {', '.join(shapes.MODELS)}")
+        raise ValueError(f"model={model!r}: {expected(model, shapes.MODELS)}")
     if arch not in CHIPS:
-        raise ValueError(f"target={arch!r}: expected one of {', '.join(CHIPS)}")
+        raise ValueError(f"target={arch!r}: {expected(arch, CHIPS)}")
     if tokens < 1 or length < 1 or tokens % length:
         raise ValueError(f"tokens={tokens} are not a whole number of sequences of length={length}")
     sizes = shapes.MODELS[model]

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...kernels.runtime.names import expected
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -162,7 +164,7 @@ def cluster(kind: str, gpus: int, network: str | Path | None = None) -> Cluster:
     ``memory_gib``. Raises ValueError for an unknown kind, name, file or key.
     """
     if kind not in GPUS:
-        raise ValueError(f"gpu={kind!r}: expected one of {', '.join(GPUS)}")
+        raise ValueError(f"gpu={kind!r}: {expected(kind, GPUS)}")
     found, links = GPUS[kind], NETWORKS[kind]
     names = [each.strip() for each in str(network).split(",")] if network is not None else []
     if names and set(names) <= LINKS.keys():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...kernels.runtime.names import expected
 from .shapes import ModelShape
 from .software import Software
 
@@ -51,11 +52,11 @@ class Layout:
         if self.zero not in range(4):
             raise ValueError(f"zero={self.zero!r}: expected 0, 1, 2 or 3")
         if self.recompute not in RECOMPUTE:
-            raise ValueError(f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTE)}")
+            raise ValueError(f"recompute={self.recompute!r}: {expected(self.recompute, RECOMPUTE)}")
         if self.mlp_recompute not in range(3):
             raise ValueError(f"mlp_recompute={self.mlp_recompute!r}: expected 0, 1 or 2")
         if self.precision not in PRECISIONS:
-            raise ValueError(f"precision={self.precision!r}: expected one of {', '.join(PRECISIONS)}")
+            raise ValueError(f"precision={self.precision!r}: {expected(self.precision, PRECISIONS)}")
         if self.batch % (self.shares * self.micro):
             raise ValueError(
                 f"a batch of {self.batch} does not divide over {self.shares} data-parallel ranks in micro-batches of "

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...kernels.runtime.names import expected
+
 KNOWN = Path(__file__).with_name("shapes.json")
 
 
@@ -128,10 +130,8 @@ def find(name: str) -> ModelShape:
         if not isinstance(read, dict):
             raise ValueError(f"{config}: expected an object of settings; copy the file again")
         return from_config(read, name=Path(name).resolve().name)
-    raise ValueError(
-        f"model {name!r}: expected a folder with config.json, a TOML file of shardfuse train, or one of "
-        f"{', '.join(sorted(known()))}"
-    )
+    lead = "expected a folder with config.json, a TOML file of shardfuse train, or one of"
+    raise ValueError(f"model {name!r}: {expected(name, sorted(known()), lead)}")
 
 
 _NAMES = {

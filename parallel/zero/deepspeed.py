@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...kernels.runtime.names import expected
 from .. import compatibility
 from ..core.mesh import Group, data_group, degree, tp_group
 from ..grid.grid import Grid
@@ -57,7 +58,7 @@ def deepspeed_config(
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero={zero!r}: expected 0, 1, 2 or 3")
     if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}: expected None or one of {', '.join(PRECISIONS)}")
+        raise ValueError(f"precision={precision!r}: {expected(precision, PRECISIONS, 'expected None or one of')}")
     if micro_batch < 1 or accumulate < 1:
         raise ValueError(f"micro_batch={micro_batch}, accumulate={accumulate}: expected at least 1 of each")
     stage: dict[str, Any] = {"stage": zero}

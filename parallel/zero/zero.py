@@ -36,6 +36,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from ...kernels.runtime.dtypes import BY_NAME
+from ...kernels.runtime.names import expected
 from .. import compatibility
 from ..core.mesh import DATA_DIMS, check_dims, data_coordinate, data_group, degree, everyone
 
@@ -73,7 +74,7 @@ def shard(
     options = {"zero": zero, "offload": offload, "precision": precision}
     compatibility.check(module, mesh, splits_backward=splits_backward, schedule=schedule, **options)  # type: ignore[arg-type]
     if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}: expected None or one of {', '.join(PRECISIONS)}")
+        raise ValueError(f"precision={precision!r}: {expected(precision, PRECISIONS, 'expected None or one of')}")
     check_whole(module)
     check_dims(mesh)
     if not _spans_data(mesh):

@@ -16,9 +16,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ...kernels.runtime.names import expected
 from . import chat, completions, protocol
-from .errors import ApiError, explained, invalid, wrong_body
+from .errors import ApiError, explained, invalid
 from .served import Caller, Served
+from .wrong_bodies import wrong_body
 
 # The beginning of every answer. It identifies an interrupted answer at the end of a file.
 BEGINS = b'{"id": "batch_req_'
@@ -100,7 +102,7 @@ async def _complete(served: Served, line: Mapping[str, Any], name: str) -> dict[
             raise invalid(f"method: {line.get('method')!r}: expected 'POST'", "method")
         url, body = line.get("url"), line.get("body")
         if not isinstance(url, str) or url not in _URLS:
-            raise invalid(f"url: {url!r}: expected one of {', '.join(_URLS)}", "url")
+            raise invalid(f"url: {url!r}: {expected(url, _URLS)}", "url")
     else:
         body = {key: value for key, value in line.items() if key != "custom_id"}
         if not {"prompt", "messages"} & body.keys():
@@ -110,7 +112,7 @@ async def _complete(served: Served, line: Mapping[str, Any], name: str) -> dict[
     try:
         asked = form.model_validate(body)
     except ValidationError as error:
-        raise wrong_body(error, body) from None
+        raise wrong_body(form, error, body) from None
     if asked.stream or asked.stream_options is not None:
         raise invalid("stream: the answers of a batch are whole: omit it", "stream")
     served.check_model(asked.model)

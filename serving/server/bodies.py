@@ -12,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from .errors import GONE, ApiError, invalid, shown, wrong_body
+from .errors import GONE, ApiError, invalid, shown
 from .served import Served
 from .weights import check_weight
+from .wrong_bodies import wrong_body
 
 M = TypeVar("M", bound=BaseModel)
 _LARGE = 16 << 10  # bytes; the event loop parses smaller bodies itself, in a millisecond or two
@@ -43,7 +44,7 @@ def parsed(raw: bytes, kind: type[M], most: int) -> M:
     try:
         return kind.model_validate(found)
     except ValidationError as error:
-        raise wrong_body(error, found) from None
+        raise wrong_body(kind, error, found) from None
 
 
 def _json(raw: bytes) -> Any:

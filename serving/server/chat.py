@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...kernels.runtime.names import expected
 from ..chat import AnswerReader, for_template
 from ..guide import Guide
 from ..request import Request, TokenEvent
@@ -118,8 +119,10 @@ def _choice_of(served: Served, body: protocol.ChatRequest) -> tuple[list[Tool], 
     if isinstance(choice, protocol.NamedTool):
         tools = [each for each in tools if each.function.name == choice.function.name]
         if not tools:
-            known = ", ".join(names) or "none"
-            raise invalid(f"tool_choice: there is no tool {choice.function.name!r}: tools has {known}", "tool_choice")
+            named = choice.function.name
+            raise invalid(
+                f"tool_choice: there is no tool {named!r}: {expected(named, names, 'tools has')}", "tool_choice"
+            )
     elif choice is not None and not tools:
         raise invalid(f"tool_choice={choice!r} without tools: expected tools to choose from", "tool_choice")
     callable_ = [Tool(each.function.name, each.function.parameters or {}) for each in tools]

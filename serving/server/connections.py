@@ -30,6 +30,7 @@ from .metrics import Metrics
 from .options import ServerOptions
 
 log = logging.getLogger("shardfuse.server")
+access = logging.getLogger("shardfuse.access")
 HEADERS_BYTES = 16 * 1024  # of a request's line and headers; h11's own limit
 _SLICE_BYTES = 2048  # parsed at once: 2.5 ms of chunks of one byte each
 _WHOLE_BYTES = 1 << 16  # of a body whose length was sent, which is one event
@@ -364,6 +365,8 @@ class Connection(H11Protocol):
         rest = cycle is not None and not open_ and self.conn.their_state is h11.SEND_BODY  # of an answered request
         if (begun or always) and not rest and not (open_ and cycle.response_started):
             self._all.metrics.refused[reason].inc()
+            if status < 500:  # a server that is full would fill its log, too
+                access.info("%s without a whole request", status, extra={"told": {"status": status, "error": message}})
             self.transport.write(_answer(status, message, code))
         if cycle is not None and open_:
             cycle.disconnected = True

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..printable import printable
-from .errors import ApiError, Json, error_body
+from .errors import ApiError, error_body, refusal
 from .errors import log as defects
 from .hosts import Hosts, address_of, client_of
 from .served import TOLD, Served
@@ -22,7 +22,7 @@ from .served import TOLD, Served
 log = logging.getLogger("shardfuse.access")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SWALLOW_S, _SILENCE_S = 5.0, 0.5  # in which a refused body is read
-_LOGGED = 200  # characters of a path
+_LOGGED = 200  # characters of a path, and of an error
 _OPEN = ("/", "/health", "/version", "/metrics", "/stats", "/openapi.json")  # served without a key
 _CLOSE = {"Connection": "close"}  # for a body that is not read to its end
 
@@ -76,14 +76,15 @@ class Door:
                 raise
             if too_long and b"expect" not in headers:  # such a client waits for the answer
                 await _swallow(receive, self._options.max_body_bytes)
-            more = _CLOSE if too_long else {}
-            await Json(error.body, error.status_code, headers={**(error.headers or {}), **more})(scope, receive, out)
+            closes = _CLOSE if too_long else {}
+            answer = refusal(scope, error.status_code, error.body, {**(error.headers or {}), **closes})
+            await answer(scope, receive, out)
         except Exception as error:
             defects.error("a defect of the server", exc_info=error)
             if sent:
                 raise
             body = error_body(500, f"a defect of the server: {type(error).__name__}")
-            await Json(body, 500)(scope, receive, out)
+            await refusal(scope, 500, body)(scope, receive, out)
         finally:
             self._metrics.answered(status)
             seconds = time.monotonic() - began
@@ -95,6 +96,8 @@ class Door:
                 "seconds": round(seconds, 4),
                 **more,
             }
+            if wrong := scope["state"].get("error"):
+                told["error"] = printable(wrong, _LOGGED)
             quiet = scope["path"] in _OPEN and status == 200
             log.log(
                 logging.DEBUG if quiet else logging.INFO, "%s %s %s", *list(told.values())[1:4], extra={"told": told}

@@ -12,9 +12,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import Scope
 
+from ...kernels.runtime.names import nearest
 from ..aio import SlowReader
 from ..guide import GuideBusy, GuideRefused
 from ..ranks import RanksLost
@@ -79,12 +82,6 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def wrong_body(error: ValidationError, body: Any) -> ApiError:
-    """400 for a ``body`` that is no object of the expected fields."""
-    message, param = _first(error.errors(include_url=False), body)
-    return invalid(message, param)
-
-
 def unavailable(message: str, code: str = "unavailable", retry_after_s: int = 1) -> ApiError:
     """503: the request could be served by another server, or by this one later."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
@@ -109,6 +106,12 @@ def explained(error: Exception) -> ApiError:
     return ApiError(500, f"the model failed on this request: {type(error).__name__}: {error}", code="model_error")
 
 
+def refusal(scope: Scope, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The answer ``body``, an :class:`ErrorBody`, to the request of ``scope``, whose log line gets its message."""
+    scope["state"]["error"] = body["error"]["message"]
+    return Json(body, status, headers=dict(headers or {}))
+
+
 def install(app: FastAPI) -> None:
     """Make ``app`` answer every error with an :class:`ErrorBody`."""
 
@@ -117,18 +120,23 @@ def install(app: FastAPI) -> None:
         if isinstance(error, ApiError):
             body = error.body
         elif error.status_code == 404:
-            body = error_body(
-                404, f"there is no {request.scope['path']}: /openapi.json lists what there is", code="not_found"
-            )
+            body = error_body(404, _no_path(app, request.scope["path"]), code="not_found")
         else:
             body = error_body(error.status_code, f"{request.method} {request.scope['path']}: {error.detail}")
-        return Json(body, error.status_code, headers=dict(error.headers or {}))
+        return refusal(request.scope, error.status_code, body, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
         wrong = error.errors()[0]  # of the path or the query: bodies have their own (bodies.py)
         name = str(wrong["loc"][-1])
-        return Json(error_body(400, f"{name}: {wrong['msg']}; {shown(wrong.get('input'))} was given", param=name), 400)
+        message = f"{name}: {wrong['msg']}; {shown(wrong.get('input'))} was given"
+        return refusal(request.scope, 400, error_body(400, message, param=name))
+
+
+def _no_path(app: FastAPI, path: str) -> str:
+    close = nearest(path, [route.path for route in app.routes if isinstance(route, Route)])
+    hint = "/openapi.json lists what there is" if close is None else f"did you mean {close}?"
+    return f"there is no {path}: {hint}"
 
 
 class Json(JSONResponse):
@@ -136,57 +144,6 @@ class Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode()
-
-
-def _first(errors: Any, body: Any) -> tuple[str, str | None]:
-    """The message and parameter of one error that pydantic found in ``body``.
-
-    The kind of an object comes before parameters that it does not have, and these come before the rest.
-    """
-
-    def weight(error: Any) -> int:
-        return 0 if error["loc"][-1:] == ("type",) else 1 if error["type"] == "extra_forbidden" else 2
-
-    found = min(errors, key=weight)
-    path, kinds = _path(found, body)
-    if found["type"] == "extra_forbidden":
-        return f"{path}: there is no such parameter here; /openapi.json lists what there is", path
-    told = [found["msg"][:1].lower() + found["msg"][1:]]
-    given = "nothing" if found["type"] == "missing" else shown(found.get("input"))
-    if kinds is not None:  # the value matches none of several allowed kinds
-        told = []
-        for each in errors:
-            where, of = _path(each, body)
-            if of == kinds:
-                inner = f"at {where[len(kinds) + 1 :]}, " if where != kinds else ""
-                told.append(inner + each["msg"][:1].lower() + each["msg"][1:])
-        path, given = kinds, shown(_at(body, kinds))
-    return f"{path or 'the body'}: {', or '.join(dict.fromkeys(told))}; {given} was given", path or None
-
-
-def _path(error: Any, body: Any) -> tuple[str, str | None]:
-    """The place of an ``error`` in ``body``, and that of the value with several allowed kinds around it."""
-    path: list[str] = []
-    kinds, here = None, body
-    *before, last = error["loc"] or ("",)
-    for part in before:
-        if (isinstance(here, dict) and part in here) or (isinstance(here, list) and isinstance(part, int)):
-            here = here[part]
-            path.append(str(part))
-        elif kinds is None:  # the name of a kind
-            kinds = ".".join(path)
-    named = error["type"] in ("missing", "extra_forbidden") or isinstance(last, int)
-    if named or (isinstance(here, dict) and last in here):
-        path.append(str(last))
-    elif kinds is None:
-        kinds = ".".join(path)
-    return ".".join(path), kinds or None
-
-
-def _at(body: Any, path: str) -> Any:
-    for part in path.split("."):
-        body = body[int(part)] if isinstance(body, list) else body[part]
-    return body
 
 
 def shown(value: Any) -> str:

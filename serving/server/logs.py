@@ -39,7 +39,8 @@ class PlainLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         told: dict[str, Any] = getattr(record, "told", {})
-        shown = ("request_id", "seconds", "prompt_tokens", "completion_tokens", "finish")
+        # An error is the last field: what it quotes of a client cannot pass for another one.
+        shown = ("request_id", "seconds", "prompt_tokens", "completion_tokens", "finish", "error")
         when = self.formatTime(record, "%H:%M:%S")
         words = [when, record.levelname, printable(record.getMessage().rstrip(), _MESSAGE)]
         words += [f"{name}={printable(told[name], _FIELD)}" for name in shown if name in told]

@@ -19,6 +19,13 @@ T = TypeVar("T")
 _MOST = 2**31  # of a number of tokens, or of a token; longer numbers are not written in errors, or not at all
 _MOST_FIELDS = 64  # more than any object here has, or a template has arguments
 MAX_BAD_WORDS = 128  # vLLM's limit
+TEXT_ONLY = "text_only"  # the type of the error for a part of one of these types, OpenAI's and vLLM's
+_MEDIA = {
+    **dict.fromkeys(("image_url", "input_image", "image_embeds", "image_pil", "image"), "an image"),
+    **dict.fromkeys(("input_audio", "audio_url", "audio_embeds", "audio"), "audio"),
+    **dict.fromkeys(("video_url", "input_video", "video"), "a video"),
+    **dict.fromkeys(("input_file", "file"), "a file"),
+}
 
 
 def _first_wrong(right: Callable[[Any], bool]) -> BeforeValidator:
@@ -76,6 +83,20 @@ class Strict(BaseModel):
             known = {each.alias or name for name, each in cls.model_fields.items()}
             unknown = next(name for name in given if name not in known)
             return {name: value for name, value in given.items() if name in known or name == unknown}
+        return given
+
+
+class Part(Strict):
+    """A part of a message's content. One that is no text is refused in one line, whatever else it holds."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            kind = given.get("type", next((name for name in _MEDIA if name in given), None))  # vLLM's need no type
+            if isinstance(kind, str) and kind in _MEDIA:
+                told = {"what": _MEDIA[kind], "kind": kind}
+                raise PydanticCustomError(TEXT_ONLY, "this server takes text only, and this is {what} ({kind})", told)
         return given
 
 
@@ -186,7 +207,7 @@ class ToolCall(Strict):
     function: FunctionCall
 
 
-class TextPart(Strict):
+class TextPart(Part):
     type: Literal["text"]
     text: str
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .protocol import Ignored, JsonObjectFormat, JsonSchema, Logprobs, Many, Positive, Strict, TextFormat
+from .protocol import Ignored, JsonObjectFormat, JsonSchema, Logprobs, Many, Part, Positive, Strict, TextFormat
 
 
-class InputPart(Strict):
+class InputPart(Part):
     type: Literal["input_text", "output_text"]
     text: str
     # OpenAI's clients send a received part back with all of its fields.

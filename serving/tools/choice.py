@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
+from ...kernels.runtime.names import expected
 from ...layers.hf.chat_template import PROBE_TOOL, ChatTemplate
 from .format import ToolFormat
 from .hermes import Hermes
@@ -57,8 +58,8 @@ def tool_format(name: str, template: ChatTemplate | None = None) -> ToolFormat:
     else:
         name = _ALSO.get(wanted, wanted)
         if name not in FORMATS:
-            known = ", ".join([*FORMATS, *sorted(entries)])
-            raise ValueError(f"tool format {name!r}: expected auto, or one of {known}")
+            known = [*FORMATS, *sorted(entries)]
+            raise ValueError(f"tool format {name!r}: {expected(name, known, 'expected auto, or one of')}")
         kind = FORMATS[name]
     made = kind(sample)
     made.name = name

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .kernels.runtime.checks import whole_number
+from .kernels.runtime.names import expected
 from .layers.config import TransformerConfig
 from .parallel.pipeline.schedules import find
 from .parallel.plan import efficiency, shapes, software
@@ -248,7 +249,7 @@ def _shape(config: TransformerConfig, name: str) -> ModelShape:
 def _hardware(gpu: str, gpus: int, network: str | Path | None) -> tuple[Cluster, Software, efficiency.Efficiency]:
     if gpu != "cpu":
         if gpu not in GPUS:
-            raise ValueError(f"gpu={gpu!r}: expected one of {', '.join(GPUS)}, or cpu for this machine")
+            raise ValueError(f"gpu={gpu!r}: {expected(gpu, GPUS, 'expected cpu for this machine, or one of')}")
         return cluster(gpu, gpus, network), software.OURS, efficiency.of(gpu)
     if network is not None:
         raise ValueError(f"network={str(network)!r} with gpu='cpu': this machine's links are known; leave it out")
@@ -261,7 +262,7 @@ def _space(choices: Mapping[str, Any]) -> Space:
     names = {each.name for each in dataclasses.fields(Space)}
     unknown = sorted(choices.keys() - names)
     if unknown:
-        raise ValueError(f"{unknown[0]}: expected some of {', '.join(sorted(names))}")
+        raise ValueError(f"{unknown[0]}: {expected(unknown[0], sorted(names), 'expected some of')}")
     several = {
         name: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
         for name, value in choices.items()

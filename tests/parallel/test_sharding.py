@@ -163,7 +163,7 @@ def test_specs_that_cannot_be() -> None:
         ShardSpec("w", torch.Size((8, 6)), 1, group)
     with pytest.raises(ValueError, match=r"w: shard_dim=2 is not a dimension of \[8, 6\]"):
         ShardSpec("w", torch.Size((8, 6)), 2, group)
-    with pytest.raises(ValueError, match="params='dtensors': expected one of dtensor, local"):
+    with pytest.raises(ValueError, match=r"params='dtensors': did you mean 'dtensor'.*expected one of dtensor, local"):
         make_parameter(torch.zeros(2), ShardSpec("w", torch.Size((2,))), "dtensors")
     with pytest.raises(ValueError, match=r"w: this rank's shape is \[8, 6\], expected \[2, 6\]"):
         make_parameter(torch.zeros(8, 6), ShardSpec("w", torch.Size((8, 6)), 0, group), "local")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
 import math
 import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -364,24 +368,101 @@ def test_what_a_client_sends_ends_no_line_of_the_log(form: type[logging.Formatte
         assert sum("more characters" in line for line in lines)
 
 
-@pytest.mark.parametrize("form", [PlainLines, JsonLines])
-def test_a_path_is_escaped_and_cut_in_the_log(form: type[logging.Formatter]) -> None:
-    log, stream = logging.getLogger("shardfuse.access"), io.StringIO()
+@contextmanager
+def _logged(form: type[logging.Formatter]) -> Iterator[list[str]]:
+    """The lines of the log of requests, once the block has ended."""
+    log, stream, lines = logging.getLogger("shardfuse.access"), io.StringIO(), list[str]()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(form())
     log.addHandler(handler)
     level = log.level
     log.setLevel(logging.INFO)
     try:
-        with serve() as server:
-            server.get(f"/%0A12:00:00%20INFO%20GET%20/x%20200%1b[2J%E2%80%A8%E2%80%AE%7f{'a' * 5000}")
+        yield lines
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-    (line,) = stream.getvalue().split("\n")[:-1]
+        lines += stream.getvalue().split("\n")[:-1]
+
+
+@pytest.mark.parametrize("form", [PlainLines, JsonLines])
+def test_a_path_is_escaped_and_cut_in_the_log(form: type[logging.Formatter]) -> None:
+    with _logged(form) as lines, serve() as server:
+        server.get(f"/%0A12:00:00%20INFO%20GET%20/x%20200%1b[2J%E2%80%A8%E2%80%AE%7f{'a' * 5000}")
+    (line,) = lines
     assert line.isprintable()
     assert len(line) < 1000
     assert "/\\n12:00:00" in line.replace("\\\\", "\\")
+
+
+@pytest.mark.parametrize("form", [PlainLines, JsonLines])
+def test_the_reason_of_a_refusal_is_in_its_line(form: type[logging.Formatter]) -> None:
+    """Whoever refuses: an endpoint, the path's lookup, the query, the key's check, the limit on a body."""
+    with _logged(form) as lines, serve(api_keys=("secret",), max_body_bytes=100) as server:
+        key = {"authorization": "Bearer secret"}
+        server.post("/v1/completions", {"promt": "hi"}, **key)
+        server.get("/v1/model", **key)
+        server.get("/v1/completions", **key)
+        server.get("/stats?since=x", **key)
+        server.get("/v1/models", authorization="Bearer another-secret")
+        server.post("/v1/completions", {"prompt": "private " * 100}, **key)
+    assert len(lines) == 6
+    for line, status, said in zip(
+        lines,
+        (400, 404, 405, 400, 401, 413),
+        (
+            "promt: there is no such parameter here; did you mean 'prompt'?",
+            "there is no /v1/model: did you mean /v1/models?",
+            "GET /v1/completions: Method Not Allowed",
+            "since: Input should be a valid number, unable to parse string as a number; 'x' was given",
+            "this server asks for a key: send the header 'Authorization: Bearer KEY', and the one that was sent is not "
+            "right",
+            "the body has 813 bytes or more: this server takes 100 (--max-body-bytes)",
+        ),
+    ):
+        if form is JsonLines:
+            assert (json.loads(line)["status"], json.loads(line)["error"]) == (status, said)
+        else:
+            assert f" {status} request_id=" in line
+            assert line.endswith(f" error={said}")
+        assert not re.search("secret|private", line)
+
+
+@pytest.mark.parametrize("form", [PlainLines, JsonLines])
+def test_what_a_refusal_quotes_forges_nothing_in_the_log(form: type[logging.Formatter]) -> None:
+    with _logged(form) as lines, serve() as server:
+        server.post("/v1/completions", {"prompt": "a", "model": f"{FORGED} finish=stop {'a' * 5000}"})
+        server.post("/v1/completions", {"prompt": "a", FORGED * 100: 1})
+    assert len(lines) == 2
+    for line in lines:
+        assert line.isprintable()
+        assert len(line) < 1000
+        if form is PlainLines:
+            assert " error=" in line.partition("finish=")[0] + " "
+
+
+@pytest.mark.parametrize("form", [PlainLines, JsonLines])
+@pytest.mark.parametrize(
+    "sent",
+    [b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\na: %b\r\n\r\n" % (b"b" * 20_000)],
+    ids=["tls", "no host", "long"],
+)
+def test_so_is_that_of_what_is_no_request(form: type[logging.Formatter], sent: bytes) -> None:
+    with (
+        _logged(form) as lines,
+        serve() as server,
+        socket.create_connection(("127.0.0.1", server.port)) as client,
+        contextlib.suppress(ConnectionError),
+    ):
+        client.sendall(sent)
+        while client.recv(4096):
+            pass
+    (line,) = lines
+    said = "this is no request of HTTP/1.1, or its headers have more than 16,384 bytes"
+    if form is JsonLines:
+        assert (json.loads(line)["status"], json.loads(line)["error"]) == (400, said)
+    else:
+        assert line.endswith(f" INFO 400 without a whole request error={said}")
 
 
 def test_what_a_folder_says_at_start_up_is_one_line() -> None:

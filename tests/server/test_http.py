@@ -106,7 +106,24 @@ def test_a_body_that_is_no_object(server: Server, content: bytes, kind: str, sai
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens", "valid integer"),
         ({"prompt": "a", "stream": 1}, "stream", "valid boolean; 1 was given"),
         ({"prompt": "a", "stop": [1]}, "stop", r"at 0, input should be a valid string; \[1\] was given"),
-        ({"prompt": "a", "temprature": 1}, "temprature", "no such parameter"),
+        ({"prompt": "a", "temprature": 1}, "temprature", "no such parameter here; did you mean 'temperature'\\?$"),
+        ({"prompt": "a", "max_token": 1}, "max_token", "did you mean 'max_tokens'\\?$"),
+        ({"prompt": "a", "length_penalty": 1}, "length_penalty", "no such parameter here; /openapi.json lists"),
+        (
+            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "a", "shema": {}}}},
+            "response_format.json_schema.shema",
+            "did you mean 'schema'\\?$",
+        ),
+        (
+            {"prompt": "a", "response_format": {"type": "json_schema", "json_shema": {"name": "a"}}},
+            "response_format.json_shema",
+            "did you mean 'json_schema'\\?$",
+        ),
+        (
+            {"prompt": "a", "response_format": {"type": "text", "json_shema": {"name": "a"}}},
+            "response_format.json_shema",
+            "/openapi.json lists what there is$",
+        ),
         ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "'xml'"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token"),
         ({"prompt": "a", "allowed_token_ids": [260]}, "allowed_token_ids", "0 to 259"),
@@ -132,7 +149,7 @@ def test_a_wrong_value_is_named(server: Server, body: Any, param: str | None, sa
     [
         ({"role": "", "content": "a"}, "messages.0.role"),
         ({"role": "user", "content": 3}, "messages.0.content"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content"),
+        ({"role": "user", "content": [{"type": "noise"}]}, "messages.0.content"),
         (
             {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
             "messages.0.tool_calls.0.function.arguments",
@@ -142,6 +159,29 @@ def test_a_wrong_value_is_named(server: Server, body: Any, param: str | None, sa
 )  # fmt: skip
 def test_a_wrong_message_is_named(server: Server, message: Any, param: str) -> None:
     assert _error(server.post("/v1/chat/completions", {"messages": [message]}), 400)["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/responses"])
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "an image (image_url)"),
+        ({"image_url": "http://a/b.png", "uuid": "u"}, "an image (image_url)"),
+        ({"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "low"}, "an image (input_image)"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "audio (input_audio)"),
+        ({"type": "video_url", "video_url": {"url": "http://a"}}, "a video (video_url)"),
+        ({"type": "input_file", "file_id": "f"}, "a file (input_file)"),
+        ({"type": "file", "file": {"file_id": "f"}}, "a file (file)"),
+    ],
+    ids=["image", "no type", "input_image", "audio", "video", "input_file", "file"],
+)
+def test_a_part_that_is_no_text_is_told_in_one_line(server: Server, path: str, part: Any, said: str) -> None:
+    key = "input" if path == "/v1/responses" else "messages"
+    text = {"type": "input_text" if key == "input" else "text", "text": "a"}
+    body = {key: [{"role": "user", "content": "a"}, {"role": "user", "content": [text, part]}], "modalities": ["text"]}
+    error = _error(server.post(path, body), 400)
+    assert error["message"] == f"{key}[1].content[1]: this server takes text only, and this is {said}"
+    assert error["param"] == f"{key}.1.content.1"
 
 
 HALF = "\ud800"
@@ -308,6 +348,7 @@ def test_a_line_in_the_log_for_each_request(server: Server, caplog: pytest.LogCa
     assert [each["status"] for each in told] == [200, 200, 400]
     assert [each.get("finish") for each in told] == ["length", "stop", None]
     assert (told[0]["prompt_tokens"], told[0]["completion_tokens"]) == (5, 8)
+    assert [each.get("error") for each in told] == [None, None, "prompt: field required; nothing was given"]
     assert caplog.records[0].getMessage() == "POST /v1/completions 200"
     assert all(0 <= each["seconds"] < SOON_S for each in told)
 

@@ -200,7 +200,9 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream_options": {"include_obfuscation": False}}, "stream_options", "set stream to true"),
     ({"input": []}, "input", "at least 1 item"),
     ({"input": [{"role": "tool", "content": "a"}]}, "input", "'developer'"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input", "'input_text'"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input.0.content.0",
+     "input[0].content[0]: this server takes text only"),
+    ({"max_output_token": 1}, "max_output_token", "did you mean 'max_output_tokens'?"),
     ({"input": None}, "input", "nothing was given"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, None, "cannot be compiled"),
 ]  # fmt: skip

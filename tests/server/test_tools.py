@@ -412,7 +412,7 @@ def test_another_packages_format_is_served(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_unknown_format_is_refused_at_the_start() -> None:
     with (
-        pytest.raises(ValueError, match="tool format 'hermess': expected auto, or one of"),
+        pytest.raises(ValueError, match=r"tool format 'hermess': did you mean 'hermes'.*expected auto, or one of"),
         scripted(tokenizer_of("hermes"), tool_call_parser="hermess"),
     ):
         pass

@@ -88,7 +88,9 @@ def test_the_spelling_is_the_templates() -> None:
 
 
 def test_another_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'hermess': expected auto, or one of mistral, hermes, qwen3-coder, pythonic"):
+    with pytest.raises(
+        ValueError, match=r"'hermess': did you mean 'hermes'\? \(expected auto, or one of mistral, hermes"
+    ):
         tool_format("hermess")
 
 

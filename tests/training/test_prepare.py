@@ -224,7 +224,9 @@ def test_an_unwritable_place_and_wrong_options_are_explained(tokenizer: Any, tmp
         prepare_data(_completions(2), tokenizer, seq=8, folder=tmp_path / "file" / "kept")
     with pytest.raises(ValueError, match=r"^seq=0: expected at least 1"):
         prepare_data([], tokenizer, seq=0)
-    with pytest.raises(ValueError, match=r"^train_on='answer': expected one of answers, all"):
+    with pytest.raises(
+        ValueError, match=r"^train_on='answer': did you mean 'answers'\? \(expected one of answers, all"
+    ):
         prepare_data([], tokenizer, seq=8, train_on="answer")
     with pytest.raises(DataError, match=r"nothing to train on"):
         prepare_data([], tokenizer, seq=8, folder=tmp_path / "kept")

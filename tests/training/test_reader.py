@@ -445,5 +445,5 @@ def test_all_takes_chats_without_answers():
 
 
 def test_another_train_on_is_refused():
-    with pytest.raises(ValueError, match=r"train_on='answer': expected one of answers, all"):
+    with pytest.raises(ValueError, match=r"train_on='answer': did you mean 'answers'\? \(expected one of answers, all"):
         RecordReader(wrapped(), train_on="answer")

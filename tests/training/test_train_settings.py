@@ -91,7 +91,8 @@ def test_assignments_need_a_name_and_a_value(text: str):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"step": 3}, r"^step: there is no such setting; at the top there are checkpoint, data"),
+        ({"step": 3}, r"^step: there is no such setting; did you mean 'steps'\?$"),
+        ({"pace": 3}, r"^pace: there is no such setting; at the top there are checkpoint, data"),
         ({"optimizer.rate": 3}, r"^optimizer.rate: there is no such setting; at \[optimizer\] there are beta1"),
         ({"steps": "many"}, "^steps = 'many': expected a whole number$"),
         ({"steps": 2.5}, "^steps = 2.5: expected a whole number$"),
@@ -114,6 +115,10 @@ def test_assignments_need_a_name_and_a_value(text: str):
         ({"parallel.pp": 2}, "^parallel.pp = 2: a pipeline also needs a schedule"),
         ({"optimizer.lr": 0}, "^optimizer.lr = 0.0: expected a number above 0$"),
         ({"optimizer.lr": float("nan")}, "^optimizer.lr = nan: expected a number above 0$"),
+        (
+            {"optimizer.schedule": "cosin"},
+            r"^optimizer.schedule = 'cosin': did you mean 'cosine'\? \(expected one of constant, linear, cosine\)$",
+        ),
         ({"optimizer.schedule": "step"}, "^optimizer.schedule = 'step': expected one of constant, linear, cosine$"),
         ({"optimizer.beta2": 1}, "^optimizer.beta2 = 1.0: expected at least 0 and less than 1$"),
         ({"optimizer.min_lr": 1}, "^optimizer.min_lr = 1.0: expected at most lr = 0.001$"),

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ...kernels.runtime.names import expected
 from ...parallel.checkpoint import storage
 from ..launch import available_cores
 from .corpus import HELD_OUT_EVERY
@@ -56,7 +57,7 @@ class Options:
         if self.seq < 1:
             raise ValueError(f"seq={self.seq}: expected at least 1")
         if self.train_on not in TRAIN_ON:
-            raise ValueError(f"train_on={self.train_on!r}: expected one of {', '.join(TRAIN_ON)}")
+            raise ValueError(f"train_on={self.train_on!r}: {expected(self.train_on, TRAIN_ON)}")
 
 
 class Progress(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.runtime.names import expected
 from .chat import SHAREGPT, ChatRenderer, Span, messages_of, names_of, shown, tools_of, words_of
 from .items import Item, RecordError, Sample
 
@@ -56,7 +57,7 @@ class RecordReader:
 
     def __init__(self, tokenizer: Any, *, train_on: str = "answers") -> None:
         if train_on not in TRAIN_ON:
-            raise ValueError(f"train_on={train_on!r}: expected one of {', '.join(TRAIN_ON)}")
+            raise ValueError(f"train_on={train_on!r}: {expected(train_on, TRAIN_ON)}")
         self._tokenizer = tokenizer
         self._all = train_on == "all"
         self._renderer = ChatRenderer(tokenizer)

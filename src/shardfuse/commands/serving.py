@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..kernels.runtime.names import expected
 from .options import Debug
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ ToolCallParser = Annotated[
     ),
 ]
 Invariant = Annotated[bool, typer.Option("--invariant", help="No bit of an answer depends on other requests; slower.")]
+
+
+_LEVELS = ("debug", "info", "warning", "error")
 
 
 def _opening(context: typer.Context, **more: Any) -> Opening:
@@ -176,9 +180,9 @@ def serve(
 
     opening.check_installed("serve", command.NEEDED)
     if log not in ("text", "json"):
-        raise typer.BadParameter(f"{log!r}: expected text or json", param_hint="--log")
-    if log_level not in ("debug", "info", "warning", "error"):
-        raise typer.BadParameter(f"{log_level!r}: expected debug, info, warning or error", param_hint="--log-level")
+        raise typer.BadParameter(f"{log!r}: {expected(log, ('text', 'json'))}", param_hint="--log")
+    if log_level not in _LEVELS:
+        raise typer.BadParameter(f"{log_level!r}: {expected(log_level, _LEVELS)}", param_hint="--log-level")
     guides = {"guide_timeout_s": guide_timeout, "guide_memory_mib": guide_memory_mib}
     model_options = _opening(context, max_queued_requests=max_queued_requests, **guides)
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from ....runtime.names import expected
+
 
 class Actor(Protocol):
     """A rank, or one of its streams of copies."""
@@ -69,6 +71,6 @@ SCHEDULES: dict[str, Schedule] = {
 def schedule(name: str, seed: int = 0) -> Schedule:
     """The schedule called ``name``; "random" with a seed of its own. ValueError lists the known ones."""
     if name not in SCHEDULES:
-        raise ValueError(f"no schedule called {name!r}: known are {', '.join(SCHEDULES)}")
+        raise ValueError(f"no schedule called {name!r}: {expected(name, SCHEDULES, 'known are')}")
     found = SCHEDULES[name]
     return Schedule(**{**found.__dict__, "seed": seed}) if name == "random" else found
