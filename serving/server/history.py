@@ -38,6 +38,7 @@ class History:
             "draining": self._served.draining,
             "trouble": self._served.trouble(),
             "needs_key": bool(options.api_keys),
+            "chat": bool(self._served.chat.template),
             "now": {**self._load(), "used_blocks": load.used_blocks, "num_blocks": load.num_blocks},
             "points": [point for point in self._points if point["time"] > since],
         }
