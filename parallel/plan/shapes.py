@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...kernels.runtime.names import expected
+from ...kernels.runtime.names import nearest
 
 KNOWN = Path(__file__).with_name("shapes.json")
 
@@ -130,8 +130,12 @@ def find(name: str) -> ModelShape:
         if not isinstance(read, dict):
             raise ValueError(f"{config}: expected an object of settings; copy the file again")
         return from_config(read, name=Path(name).resolve().name)
-    lead = "expected a folder with config.json, a TOML file of shardfuse train, or one of"
-    raise ValueError(f"model {name!r}: {expected(name, sorted(known()), lead)}")
+    close = nearest(name, known())
+    hint = "" if close is None else f"did you mean {close!r}? "
+    raise ValueError(
+        f"model {name!r}: {hint}expected a folder with config.json, a TOML file of shardfuse train, or one of "
+        f"{', '.join(sorted(known()))}"
+    )
 
 
 _NAMES = {

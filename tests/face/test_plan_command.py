@@ -198,7 +198,9 @@ def test_what_does_not_fit_names_the_smallest_that_does() -> None:
     [
         ({"model": "gpt-9"}, "expected a folder with config.json, a TOML file"),
         ({"gpus": 0}, "gpus"),
-        ({"gpu": "v100"}, "expected one of a100-40"),
+        ({"model": "lama3-8b"}, "did you mean 'llama3-8b'[?] expected a folder"),
+        ({"gpu": "v100"}, "expected cpu for this machine, or one of a100-40"),
+        ({"gpu": "h100-69"}, "gpu='h100-69': did you mean 'h100-96'[?]$"),
         ({"precision": "fp32"}, "expected one that h100 has, bf16, fp16, fp8"),
         ({"sizes": 3}, "sizes: expected some of"),
         ({"gpu": "cpu", "network": "x.toml"}, "leave it out"),

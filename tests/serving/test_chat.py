@@ -17,7 +17,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (pip install .[s
 from scripted import Scripted, tokenizer_of
 from server_case import END
 
-from shardfuse import Engine, Request, SamplingParams
+from shardfuse import Engine, Request, SamplingParams, init_mesh
 from shardfuse.layers.hf.chat_template import ChatTemplate
 from shardfuse.layers.hf.tokenizers import load_tokenizer
 from shardfuse.testing import save_tiny_hf, solo_tokens, tiny_model
@@ -121,6 +121,21 @@ def test_from_pretrained_fills_the_memory(folder: Path):
     with Engine.from_pretrained(str(folder), dtype=torch.float32, max_model_len=100) as engine:
         assert next(iter(engine.model.parameters())).dtype == torch.float32
         assert engine.max_model_len == 100
+
+
+def _chat_over_ranks(rank: int, world: int, folder: Path) -> str:
+    with Engine.from_pretrained(folder, init_mesh(device_type="cpu"), cache_gib=0.01) as engine:
+        if rank:
+            with pytest.raises(RuntimeError, match="rank 0 takes the requests"):
+                engine.chat(ASK)
+            engine.follow()
+            return ""
+        return engine.chat(ASK, max_new_tokens=12).text
+
+
+@pytest.mark.ranks
+def test_a_folder_over_ranks(ranks: Any, folder: Path, loaded: Engine):
+    assert ranks(2, _chat_over_ranks, folder) == [loaded.chat(ASK, max_new_tokens=12).text, ""]
 
 
 @pytest.mark.parametrize(
