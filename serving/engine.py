@@ -197,7 +197,7 @@ class Engine:
         self._next_sequence = 0
         self._live: dict[int, list[SequenceState]] = {}  # the unfinished answers of each request
         self._deadlines: list[tuple[float, int]] = []  # heap of (when, id), by time.monotonic()
-        self._cancelled: list[TokenEvent] = []  # reported by the next step
+        self._cancelled: list[TokenEvent] = []  # to be reported by the next step
         self._one_by_one = False  # whether the next step computes each sequence by itself, to find the one that fails
         self.open()
 
@@ -327,6 +327,11 @@ class Engine:
         self._paused = False
 
     @property
+    def opened(self) -> bool:
+        """Whether the engine has its cache: from its construction, and from :meth:`open`, to :meth:`close`."""
+        return self._open
+
+    @property
     def paused(self) -> bool:
         """Whether :meth:`pause` was called since the last :meth:`resume`."""
         return self._paused
@@ -423,6 +428,23 @@ class Engine:
     def _sequence_id(self) -> int:
         self._next_sequence += 1
         return self._next_sequence
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that cannot be served, as :meth:`add` does."""
+        self._admission.check(request)
+
+    def _drop(self, number: int) -> list[TokenEvent]:
+        """Cancel request ``number`` without a step; returns its unreported events, which no step reports then."""
+        lived = self._end(number, "cancelled")
+        mine = [event for event in self._cancelled if event.request == number]
+        self._cancelled = [event for event in self._cancelled if event.request != number]
+        if lived:
+            self._rest()
+        return mine
+
+    def _give_back(self, events: Sequence[TokenEvent]) -> None:
+        """Let the next step report ``events``, which were meant for another reader."""
+        self._cancelled[:0] = events
 
     def lives(self, number: int) -> bool:
         """Whether request ``number`` has an unfinished answer."""
@@ -545,7 +567,7 @@ class Engine:
         *,
         max_new_tokens: int | None = None,
         sampling: SamplingParams | None = None,
-        **template: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatAnswer:
         """The answer to ``messages`` by the model's chat template; iterate over it for its text as it comes.
 
@@ -554,20 +576,22 @@ class Engine:
             tools: that the model may call, of OpenAI's form; the answer's ``message`` holds the calls.
             max_new_tokens: None: the model's own setting, else as many as there is room for.
             sampling: None: the model's own settings, as transformers' ``generate`` applies them.
-            template: variables of the chat template, such as ``enable_thinking=False``.
+            chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``.
 
-        Raises ValueError for a model without a chat template, messages or tools that it refuses, and a chat without
-        room for an answer; RuntimeError while other requests are being served.
+        Raises ValueError for a model without a chat template, messages or tools that it refuses, a chat without room
+        for an answer, and options out of range; RuntimeError while other requests are being served, and as
+        :meth:`add` does.
         """
         from . import chat_answer
 
+        self._check_open("chat")
+        self._check_leads("chat")
         if self._chats is None:
             if not callable(getattr(self._tokenizer, "apply_chat_template", None)):
                 raise ValueError("chat: the engine needs a tokenizer of transformers: Engine(model, tokenizer=...)")
             self._chats = ChatFormat(self._tokenizer, self.model.config.vocab_size, self.eos_token_ids)
-        return chat_answer.begin(
-            self, self._tokenizer, self._chats, messages, tools, max_new_tokens, sampling, template
-        )
+        more = chat_template_kwargs or {}
+        return chat_answer.begin(self, self._tokenizer, self._chats, messages, tools, max_new_tokens, sampling, more)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[list[New]]:
         """The outcomes of each chunk: none if it does not sample, a token for each answer, or a sequence's error."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.runtime.checks import whole_number
 from ..kernels.runtime.names import expected
 from ..layers.attention.paged import default_block_size
 from ..layers.hf.chat_template import ChatTemplate
@@ -64,8 +65,11 @@ def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
         raise ImportError("transformers is not installed: pip install 'shardfuse[serve]'") from None
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ValueError(f"dtype {options.dtype!r}: {expected(options.dtype, DTYPES)}")
-    if options.cache_gib is not None and not 0 < options.cache_gib < math.inf:
-        raise ValueError(f"a cache of {options.cache_gib} GiB: expected a positive number")
+    gib = options.cache_gib
+    if gib is not None and not (isinstance(gib, int | float) and 0 < gib < math.inf):
+        raise ValueError(f"a cache of {gib!r} GiB: expected a positive number")
+    whole_number("max_num_seqs", options.max_num_seqs)
+    _check_device(options.device)
     tokenizer = _tokenizer(options)
     model, kind = _model(options, mesh)
     config = model.config
@@ -107,6 +111,15 @@ def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
         )
     how += f"\n{_generation_words(options, generation, tokenizer)}"
     return Opened(engine, tokenizer, generation.eos_token_ids, how)
+
+
+def _check_device(device: str | None) -> None:
+    """ValueError for a device that is none, or that this machine lacks."""
+    try:
+        if device is not None:
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device!r}: expected cpu or cuda, and one that is there: {error}") from None
 
 
 def _generation(options: FolderOptions, model: ServableModel, tokenizer: Any) -> GenerationDefaults:
@@ -156,6 +169,8 @@ def _tokenizer(options: FolderOptions) -> Any:
     check_claims(options.folder)  # transformers' tokenizers read the config as well
     tokenizer = load_tokenizer(options.folder)
     if options.chat_template is not None:
+        if not options.chat_template.is_file():
+            raise FileNotFoundError(f"chat_template={str(options.chat_template)!r}: expected a file of a template")
         ChatTemplate(tokenizer).replace(options.chat_template)
     return tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..kernels.runtime.names import expected
 
-_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # torch's names of dtypes
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,10 @@ class FolderOptions:
             hint = expected(unknown[0], known)
             raise TypeError(f"from_pretrained() got an unexpected keyword argument {unknown[0]!r}; {hint}")
         given = dict(options)
-        given["dtype"] = _NAMES.get(str(given.get("dtype")), given.get("dtype"))  # torch's own name
+        dtype = given.get("dtype")
+        given["dtype"] = None if dtype == "auto" else _SHORT.get(str(dtype).removeprefix("torch."), dtype)
+        if (device := given.get("device")) is not None:
+            given["device"] = str(device)
         if given.get("chat_template") is not None:
             given["chat_template"] = Path(given["chat_template"])
         return cls(Path(folder), **given)

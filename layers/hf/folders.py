@@ -328,7 +328,6 @@ def _check_files(directory: Path, group: Group) -> checked.Sums | None:
     place = socket.gethostname(), os.path.realpath(directory)
 
     def first() -> tuple[tuple[str, str], checked.Sums | None]:
-        check_there(directory, f"{CONFIG} and weights")
         check_plain(directory)
         return place, _read_sums(directory)
 

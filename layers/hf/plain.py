@@ -103,9 +103,13 @@ def check_there(path: str | os.PathLike[str], needed: str = f"{CONFIG}, weights 
     while not there.exists():
         given, there = there, there.parent
     names = sorted(each.name for each in there.iterdir() if each.is_dir()) if there.is_dir() else []
-    if (close := nearest(given.name, names)) is not None:
+    if path.is_symlink():
+        hint = f"it is a link to {os.readlink(path)}, which does not exist"
+    elif path.parts[:1] and path.parts[0].startswith("~"):
+        hint = f"~ is a shell's short form: give {path.expanduser()}"
+    elif (close := nearest(given.name, names)) is not None:
         hint = f"did you mean {there / close}?"
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+    elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)):
         hint = (
             f"nothing is downloaded here; for the model of this name on the Hugging Face Hub: hf download {path} "
             f"--local-dir {path.name}, then load {path.name!r}"
@@ -236,7 +240,7 @@ def _of_folder(folder: Path) -> str:
 
 def _listed(names: Sequence[str], kind: str) -> str:
     """The names in a folder, the first of many."""
-    shown = ", ".join(names[:_LISTED]) or f"no {kind}"
+    shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:_LISTED]) or f"no {kind}"
     return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED:,} more"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..printable import printable
-from .errors import ApiError, error_body, refusal
+from .errors import ApiError, refusal
 from .errors import log as defects
 from .hosts import Hosts, address_of, client_of
 from .served import TOLD, Served
@@ -76,15 +76,12 @@ class Door:
                 raise
             if too_long and b"expect" not in headers:  # such a client waits for the answer
                 await _swallow(receive, self._options.max_body_bytes)
-            closes = _CLOSE if too_long else {}
-            answer = refusal(scope, error.status_code, error.body, {**(error.headers or {}), **closes})
-            await answer(scope, receive, out)
+            await refusal(scope, error, _CLOSE if too_long else None)(scope, receive, out)
         except Exception as error:
             defects.error("a defect of the server", exc_info=error)
             if sent:
                 raise
-            body = error_body(500, f"a defect of the server: {type(error).__name__}")
-            await refusal(scope, 500, body)(scope, receive, out)
+            await refusal(scope, ApiError(500, f"a defect of the server: {type(error).__name__}"))(scope, receive, out)
         finally:
             self._metrics.answered(status)
             seconds = time.monotonic() - began

@@ -47,7 +47,9 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(HTTPException):
-    """An error to report to the client, with an HTTP ``status``."""
+    """An error to report to the client, with an HTTP ``status``. ``given``: what the client sent there, in words, which
+    the client is told and the log is not: it may be a prompt.
+    """
 
     def __init__(
         self,
@@ -57,7 +59,10 @@ class ApiError(HTTPException):
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        given: str = "",
     ) -> None:
+        self.logged = message
+        message += f"; {given} was given" if given else ""
         super().__init__(status, message, headers)
         self.body = error_body(status, message, code=code, param=param)
 
@@ -77,9 +82,9 @@ def _cut(text: str, most: int) -> str:
     return text if kept == text else f"{kept}..."
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid(message: str, param: str | None = None, code: str | None = None, *, given: str = "") -> ApiError:
     """400: the request cannot be served, now or later."""
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param=param, code=code, given=given)
 
 
 def unavailable(message: str, code: str = "unavailable", retry_after_s: int = 1) -> ApiError:
@@ -106,10 +111,10 @@ def explained(error: Exception) -> ApiError:
     return ApiError(500, f"the model failed on this request: {type(error).__name__}: {error}", code="model_error")
 
 
-def refusal(scope: Scope, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The answer ``body``, an :class:`ErrorBody`, to the request of ``scope``, whose log line gets its message."""
-    scope["state"]["error"] = body["error"]["message"]
-    return Json(body, status, headers=dict(headers or {}))
+def refusal(scope: Scope, error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The answer to the request of ``scope``, whose log line gets the error's message."""
+    scope["state"]["error"] = error.logged
+    return Json(error.body, error.status_code, headers={**(error.headers or {}), **(headers or {})})
 
 
 def install(app: FastAPI) -> None:
@@ -117,20 +122,20 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        path = request.scope["path"]
         if isinstance(error, ApiError):
-            body = error.body
+            told = error
         elif error.status_code == 404:
-            body = error_body(404, _no_path(app, request.scope["path"]), code="not_found")
+            told = ApiError(404, _no_path(app, path), code="not_found", headers=error.headers)
         else:
-            body = error_body(error.status_code, f"{request.method} {request.scope['path']}: {error.detail}")
-        return refusal(request.scope, error.status_code, body, error.headers)
+            told = ApiError(error.status_code, f"{request.method} {path}: {error.detail}", headers=error.headers)
+        return refusal(request.scope, told)
 
     @app.exception_handler(RequestValidationError)
     async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
         wrong = error.errors()[0]  # of the path or the query: bodies have their own (bodies.py)
         name = str(wrong["loc"][-1])
-        message = f"{name}: {wrong['msg']}; {shown(wrong.get('input'))} was given"
-        return refusal(request.scope, 400, error_body(400, message, param=name))
+        return refusal(request.scope, invalid(f"{name}: {wrong['msg']}", name, given=shown(wrong.get("input"))))
 
 
 def _no_path(app: FastAPI, path: str) -> str:

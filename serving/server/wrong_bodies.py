@@ -18,12 +18,11 @@ _INDEX = re.compile(r"\.(\d+)")  # in a path, where OpenAI writes [0]
 
 def wrong_body(kind: type[BaseModel], error: ValidationError, body: Any) -> ApiError:
     """400 for a ``body`` that is no ``kind``, as pydantic's ``error`` says."""
-    message, param = _first(kind, error.errors(include_url=False), body)
-    return invalid(message, param)
+    return _first(kind, error.errors(include_url=False), body)
 
 
-def _first(kind: type[BaseModel], errors: Any, body: Any) -> tuple[str, str | None]:
-    """The message and parameter of one error that pydantic found in ``body``, which is no ``kind``.
+def _first(kind: type[BaseModel], errors: Any, body: Any) -> ApiError:
+    """The most telling one of ``errors``.
 
     An image or other media comes first, then the kind of an object, parameters that it does not have, and the rest.
     """
@@ -37,12 +36,12 @@ def _first(kind: type[BaseModel], errors: Any, body: Any) -> tuple[str, str | No
     path, kinds = _path(found, body)
     if found["type"] == TEXT_ONLY:
         place = _INDEX.sub(r"[\1]", path)
-        return f"{place}: {found['msg']}", path
+        return invalid(f"{place}: {found['msg']}", path)
     if found["type"] == "extra_forbidden":
         *before, name = found["loc"]
         close = nearest(name, _names(kind, before))
         hint = "/openapi.json lists what there is" if close is None else f"did you mean {close!r}?"
-        return f"{path}: there is no such parameter here; {hint}", path
+        return invalid(f"{path}: there is no such parameter here; {hint}", path)
     told = [found["msg"][:1].lower() + found["msg"][1:]]
     given = "nothing" if found["type"] == "missing" else shown(found.get("input"))
     if kinds is not None:  # the value matches none of several allowed kinds
@@ -53,7 +52,7 @@ def _first(kind: type[BaseModel], errors: Any, body: Any) -> tuple[str, str | No
                 inner = f"at {where[len(kinds) + 1 :]}, " if where != kinds else ""
                 told.append(inner + each["msg"][:1].lower() + each["msg"][1:])
         path, given = kinds, shown(_at(body, kinds))
-    return f"{path or 'the body'}: {', or '.join(dict.fromkeys(told))}; {given} was given", path or None
+    return invalid(f"{path or 'the body'}: {', or '.join(dict.fromkeys(told))}", path or None, given=given)
 
 
 def _path(error: Any, body: Any) -> tuple[str, str | None]:

@@ -135,7 +135,7 @@ def test_a_model_that_the_weights_do_not_fit_is_refused(tmp_path: Path) -> None:
         load_hf_weights(tmp_path, ParallelTransformer(other))
     with pytest.raises(ValueError, match="is on the meta device"):
         load_hf_weights(tmp_path, ParallelTransformer(CONFIGS["gated-tied"], device="meta"))
-    with pytest.raises(FileNotFoundError, match="no such file"):
+    with pytest.raises(FileNotFoundError, match=r"no such folder: expected config.json and weights"):
         load_hf_weights(tmp_path / "nothing", ParallelTransformer(CONFIGS["gated-tied"]))
 
 

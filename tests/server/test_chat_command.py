@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import importlib
 import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,9 +33,12 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     """command("one\ntwo\n", "--seed", 1) -> (exit code, standard output, standard error) of that standard input."""
     monkeypatch.delenv("SHARDFUSE_DEBUG", raising=False)
 
-    def run(typed: str, *arguments: object) -> tuple[int, str, str]:
+    def run(typed: str | bytes | None, *arguments: object) -> tuple[int, str, str]:
+        stdin = (
+            io.TextIOWrapper(io.BytesIO(typed), "utf-8") if isinstance(typed, bytes) else typed and io.StringIO(typed)
+        )
         monkeypatch.setattr(sys, "argv", ["shardfuse", "chat", str(folder), *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        monkeypatch.setattr(sys, "stdin", stdin)
         with pytest.raises(SystemExit) as left:
             cli.main()
         captured = capsys.readouterr()
@@ -68,6 +73,11 @@ def test_a_conversation_has_a_history(command: Callable[..., tuple[int, str, str
 def test_sampling(command: Callable[..., tuple[int, str, str]]):
     outs = [command("Hi\n", "--max-tokens", 9, "--temperature", 3, "--seed", seed)[1] for seed in (1, 1, 2)]
     assert outs[0] == outs[1] != outs[2]
+    answers = command("Hi\n/new\n" * 4, "--max-tokens", 40, "--temperature", 3)[1]
+    assert len(answers) > 4 * 20
+    assert (
+        len({answers[at : at + 10] for at in range(0, len(answers) - 10)}) > len(answers) // 2
+    )  # each has its own seed
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(
@@ -132,6 +142,62 @@ def test_an_empty_answer_says_why(command: Callable[..., tuple[int, str, str]], 
     code, out, err = command("Hi\n", "--generation-config", tmp_path)
     assert (code, out) == (0, "\n")
     assert "the answer is empty: it begins with the stop string" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(("--top-p", 7), "top_p=7"), (("--temperature", -1), "temperature=-1")]
+)
+def test_options_out_of_range(command: Callable[..., tuple[int, str, str]], options: tuple[object, ...], message: str):
+    code, out, err = command("Hi\n", *options)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith(f"error: {message}")
+
+
+def test_bytes_that_are_no_text(command: Callable[..., tuple[int, str, str]]):
+    code, out, err = command(b"h\xff\n", "--max-tokens", 4)
+    assert code == 0
+    assert out.rstrip("\n") == _said(_solo("<|turn|>user: h\ufffd<|turn|>", 4)).rstrip("\n")
+    assert "Traceback" not in err
+
+
+def test_a_closed_input(command: Callable[..., tuple[int, str, str]]):
+    code, out, err = command(None)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == "error: standard input is closed: there is nobody to talk with"
+
+
+MODEL_OPTIONS = {
+    "--device": ("device", "cpu"),
+    "--dtype": ("dtype", "bf16"),
+    "--cache-gib": ("cache_gib", 0.5),
+    "--kv-dtype": ("kv_dtype", "int8"),
+    "--max-model-len": ("max_model_len", 99),
+    "--max-num-batched-tokens": ("max_num_batched_tokens", 77),
+    "--chat-template": ("chat_template", Path("some.jinja")),
+    "--generation-config": ("generation_config", "vllm"),
+    "--invariant": ("invariant", True),
+}
+
+
+@pytest.mark.parametrize("name", ["serve", "generate", "chat"])
+def test_every_option_of_a_model_reaches_it(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[Any] = []
+    module = importlib.import_module(f"shardfuse.commands.{name}")
+    monkeypatch.setattr(module, f"run_{name}", lambda options: seen.append(options.model) or 0)
+    words = [
+        word
+        for option, (_, value) in MODEL_OPTIONS.items()
+        for word in ([option] if value is True else [option, str(value)])
+    ]
+    monkeypatch.setattr(sys, "argv", ["shardfuse", name, str(folder), "--tp", "3", *sum(given, [])])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert not left.value.code
+    [opening] = seen
+    assert (opening.tp, opening.tiny, opening.folder.folder) == (3, False, folder)
+    assert {field: getattr(opening.folder, field) for field, _ in MODEL_OPTIONS.values()} == dict(
+        MODEL_OPTIONS.values()
+    )
 
 
 def test_a_model_without_a_template(command: Callable[..., tuple[int, str, str]], tmp_path: Path):

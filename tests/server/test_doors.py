@@ -406,18 +406,20 @@ def test_the_reason_of_a_refusal_is_in_its_line(form: type[logging.Formatter]) -
         server.get("/stats?since=x", **key)
         server.get("/v1/models", authorization="Bearer another-secret")
         server.post("/v1/completions", {"prompt": "private " * 100}, **key)
-    assert len(lines) == 6
+        server.post("/v1/chat/completions", {"messages": "my private thing"}, **key)
+    assert len(lines) == 7
     for line, status, said in zip(
         lines,
-        (400, 404, 405, 400, 401, 413),
+        (400, 404, 405, 400, 401, 413, 400),
         (
             "promt: there is no such parameter here; did you mean 'prompt'?",
             "there is no /v1/model: did you mean /v1/models?",
             "GET /v1/completions: Method Not Allowed",
-            "since: Input should be a valid number, unable to parse string as a number; 'x' was given",
+            "since: Input should be a valid number, unable to parse string as a number",
             "this server asks for a key: send the header 'Authorization: Bearer KEY', and the one that was sent is not "
             "right",
             "the body has 813 bytes or more: this server takes 100 (--max-body-bytes)",
+            "messages: input should be a valid list",  # without what was given, which the client is told
         ),
     ):
         if form is JsonLines:

@@ -211,6 +211,19 @@ def test_an_empty_answer_says_why(command, solo):
     assert (out, "the answer is empty: it begins with the stop string '@'" in err) == ("", True)
 
 
+def test_a_prompt_that_is_no_text(command):
+    code, out, err = command("a\udcffb")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("error: the prompt is not text in UTF-8: ")
+
+
+def test_a_closed_output(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    code, _, err = command("Once")
+    assert code == 1
+    assert err.splitlines()[-1] == "error: standard output is closed: the answer has nowhere to go"
+
+
 def test_why_there_is_no_text():
     names = type("Names", (), {"convert_ids_to_tokens": staticmethod(lambda token: f"<{token}>")})
     assert generate.why_empty([5], 5, names) == "the model ended it at once, with <5>"

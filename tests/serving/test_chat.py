@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (pip install .[s
 
 from scripted import Scripted, tokenizer_of
 from server_case import END
+from tokenizers import AddedToken, processors
 
 from shardfuse import Engine, Request, SamplingParams, init_mesh
 from shardfuse.layers.hf.chat_template import ChatTemplate
@@ -41,12 +44,13 @@ def loaded(folder: Path) -> Iterator[Engine]:
 class Told:
     """An engine whose model says what it is told."""
 
-    def __init__(self) -> None:
-        self.tokenizer = tokenizer_of("hermes")
+    def __init__(self, name: str = "hermes", tokenizer: Any = None) -> None:
+        self.tokenizer = tokenizer or tokenizer_of(name)
         self.model = Scripted(max(260, len(self.tokenizer)))
         self.engine = Engine(
             self.model, num_blocks=1200, block_size=8, tokenizer=copy.deepcopy(self.tokenizer), enforce_eager=True
         )
+        self.engine.eos_token_ids = frozenset([END])
 
     def ask(self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None = None, **options: Any) -> Any:
         """The answer to ``messages`` where the model says ``text``."""
@@ -59,7 +63,6 @@ class Told:
 @pytest.fixture
 def told() -> Iterator[Told]:
     made = Told()
-    made.engine.eos_token_ids = frozenset([END])
     with made.engine:
         yield made
 
@@ -102,8 +105,6 @@ def test_the_folder_says_how_an_answer_is_made(folder: Path, tmp_path: Path):
     given.write_text(json.dumps({"stop_strings": "never there", "max_new_tokens": 5}))
     with Engine.from_pretrained(folder, generation_config=str(given)) as engine:
         assert engine.chat(ASK, max_new_tokens=2).tokens == []  # computed as it is read
-        engine.close()
-        engine.open()
         answer = engine.chat(ASK)
         assert len(answer.message["content"]) > 0
         assert len(answer.tokens) == 5
@@ -151,7 +152,29 @@ def test_options_that_from_pretrained_does_not_have(folder: Path, options: dict[
         Engine.from_pretrained(folder, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"device": "gpu"}, ValueError, "device='gpu': expected cpu or cuda"),
+        ({"cache_gib": "1"}, ValueError, "a cache of '1' GiB: expected a positive number"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs=0: expected at least 1"),
+        ({"chat_template": "{{ messages }}"}, FileNotFoundError, "chat_template='{{ messages }}': expected a file"),
+    ],
+)
+def test_options_out_of_range(folder: Path, options: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=re.escape(message)):
+        Engine.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "float32", torch.float32])
+def test_dtypes(folder: Path, dtype: Any):
+    with Engine.from_pretrained(folder, dtype=dtype, cache_gib=0.01, device=torch.device("cpu")) as engine:
+        assert next(iter(engine.model.parameters())).dtype == torch.float32
+
+
 def test_dtypes_of_another_name(folder: Path):
+    with Engine.from_pretrained(folder, dtype="auto", cache_gib=0.01) as engine:
+        assert next(iter(engine.model.parameters())).dtype == torch.float64
     with pytest.raises(ValueError, match=r"dtype torch.float64: expected one of fp32, bf16, fp16"):
         Engine.from_pretrained(folder, dtype=torch.float64)
 
@@ -194,12 +217,36 @@ def test_a_text_in_parts(told: Told):
 
 
 def test_variables_of_the_template(told: Told):
-    sizes = []
-    for variables in ({}, {"add_generation_prompt": False}):
-        answer = told.ask("yes", ASK, **variables)
-        answer.stop()
-        sizes.append(answer.prompt_tokens)
-    assert sizes[0] - sizes[1] == 1 + len("assistant: ")  # <|turn|> is one token
+    told.engine._tokenizer.chat_template = "{{ messages[0]['content'] }}{{ more }}"
+    assert told.ask("yes", ASK).prompt_tokens == len("Once")
+    assert told.ask("yes", ASK, chat_template_kwargs={"more": "and more"}).prompt_tokens == len("Onceand more")
+    for name in ("tokenize", "add_generation_prompt", "messages"):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs: {name} is no variable of a template"):
+            told.engine.chat(ASK, chat_template_kwargs={name: True})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+        told.engine.chat(ASK, temperature=1.0)
+
+
+def test_a_rendered_chat_gets_no_further_special_tokens(told: Told):
+    tokenizer = told.engine._tokenizer
+    plain = told.engine.chat(ASK).prompt_tokens
+    special = {"special_tokens": [("<|bos|>", 256)]}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", **special)
+    assert len(tokenizer.encode("")) == 1
+    assert told.engine.chat(ASK).prompt_tokens == plain
+
+
+def test_marks_that_are_special_tokens_are_read_and_not_shown():
+    told = Told("mistral")
+    told.tokenizer.add_tokens([AddedToken(each, special=True) for each in ("<think>", "</think>")])
+    told = Told("mistral", told.tokenizer)
+    answer = told.ask('<think>f?</think>Yes [TOOL_CALLS]f[ARGS]{"a": 1}', ASK, [TOOL])
+    assert answer.message["content"] == "f?Yes"
+    assert [call["function"] for call in answer.message["tool_calls"]] == [{"name": "f", "arguments": '{"a": 1}'}]
+    told.engine._tokenizer.chat_template += "<think>"  # a call in a thought is considered, not made
+    considered = told.ask('[TOOL_CALLS]f[ARGS]{"a": 1}</think>No', ASK, [TOOL])
+    assert considered.message == {"role": "assistant", "content": '[TOOL_CALLS]f[ARGS]{"a": 1}No'}
+    told.engine.close()
 
 
 def test_an_answer_that_is_stopped_keeps_what_was_said(told: Told):
@@ -247,37 +294,106 @@ def test_a_beginning_of_a_stop_string_is_not_lost(folder: Path, tmp_path: Path):
         assert answer.text == said[: at + 1]
 
 
+def test_an_answer_that_is_dropped_ends(told: Told):
+    told.engine.chat(ASK)
+    for text in told.ask("one two", ASK):
+        assert text == "o"
+        break
+    gc.collect()
+    assert not told.engine.busy
+    assert told.ask("three", ASK).text == "three"
+
+
 def test_an_engine_that_closes_or_pauses(told: Told):
     answer = told.ask("one", ASK)
     assert next(iter(answer)) == "o"
     told.engine.close()
     assert (answer.text, answer.finish) == ("o", "cancelled")
+    with pytest.raises(RuntimeError, match="chat: the engine is closed"):
+        told.engine.chat(ASK)
     told.engine.open()
     answer = told.ask("one", ASK)
+    pieces = iter(answer)
+    assert next(pieces) == "o"
     told.engine.pause()
-    with pytest.raises(RuntimeError, match=r"the engine is paused: call resume\(\)"):
-        next(iter(answer))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"the engine is paused: call resume\(\)"):
+            next(iter(answer))
     told.engine.resume()
-    assert not told.engine.busy
+    assert answer.text == "one"
+    answer = told.ask("one", ASK)
+    next(iter(answer))
+    told.engine.cancel(answer._number)
+    assert (answer.text, answer.finish) == ("o", "cancelled")
 
 
 def test_a_model_that_fails(told: Told):
     answer = told.ask("one", ASK)
+    pieces = iter(answer)
+    assert next(pieces) == "o"
     with torch.no_grad():
         told.model.w.fill_(float("nan"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="chat: LogitsNotFinite: "):
+            list(answer)
     with pytest.raises(RuntimeError, match="chat: LogitsNotFinite: "):
-        list(answer)
+        answer.message  # noqa: B018 - no half of an answer passes for a whole one
     assert answer.finish == "error"
     assert not told.engine.busy
+
+
+def test_a_step_that_fails_can_be_taken_again(told: Told, monkeypatch: pytest.MonkeyPatch):
+    answer, step = told.ask("one two", ASK), told.engine.step
+    pieces = iter(answer)
+    assert next(pieces) == "o"
+
+    def fail() -> Any:
+        monkeypatch.setattr(told.engine, "step", step)
+        raise MemoryError
+
+    monkeypatch.setattr(told.engine, "step", fail)
+    with pytest.raises(MemoryError):
+        next(pieces)
+    assert answer.finish is None
+    assert answer.text == "one two"
+    assert answer.finish == "stop"
+
+
+def test_others_keep_their_events(told: Told):
+    answer = told.ask("one", ASK)
+    next(iter(answer))
+    number = told.engine.add(Request([5, 6], max_new_tokens=3, ignore_eos=True))
+    assert answer.text == "one"
+    events = list(told.engine.run())
+    assert [event.request for event in events] == [number] * 3
+    answer = told.ask("one", ASK)
+    next(iter(answer))
+    assert list(told.engine.run())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"were read by another step\(\) or run\(\) of the engine"):
+            answer.text  # noqa: B018
+    assert answer.finish == "error"
 
 
 @pytest.mark.parametrize(
     ("messages", "tools", "message"),
     [
-        ([], None, "there is no message"),
+        ([], None, r"messages=\[\]: expected "),
+        (None, None, "messages=None: expected "),
+        ({"role": "user", "content": "x"}, None, "messages=.*: expected "),
+        ([{"role": "user", "content": 5}], None, r"messages\[0\].content=5: expected a text"),
+        ([{"role": "assistant", "tool_calls": "abc"}], None, r"messages\[0\].tool_calls\[0\] is 'abc': expected "),
+        ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], None, r"tool_calls\[0\] is \{'name': 'f'\}: expected"),
+        ([{"role": "user", "content": [{"type": "image_url", "text": "x"}]}], None, r"content\[0\] is 'image_url': "),
+        ([{"role": "user", "content": "\ud800"}], None, "the messages are no text in Unicode"),
+        (ASK, [{"function": {"name": "f", "parameters": "x"}}], r"tools\[0\]: expected "),
         ([{"content": "x"}], None, r"messages\[0\] is \{'content': 'x'\}: expected \{\"role\": "),
         (["x"], None, r"messages\[0\] is 'x': expected "),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], None, r"messages\[0\].content\[0\]: expected "),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            None,
+            r"messages\[0\].content\[0\] is 'image_url': expected ",
+        ),
         (ASK, [{"name": "f"}], r"tools\[0\]: expected .*get_json_schema"),
         ([{"role": "user", "content": "x" * 9000}], None, r"have 9,\d+ tokens, and a chat and its answer .* 8,192: "),
     ],

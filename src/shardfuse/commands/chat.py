@@ -49,26 +49,35 @@ def run_chat(options: ChatOptions) -> int:
             return 0
         with opening.started_ranks(model):
             opened = opening.lead(model, say)
-            _check(opened)
             with opened.engine as engine:
                 _talk(engine, opened, options, say)
     return 0
 
 
-def _check(opened: Opened) -> None:
+def _check(engine: Engine, opened: Opened, options: ChatOptions) -> None:
+    """Raise ValueError for a model without a template, and for options out of range, before the first question."""
     from ..layers.hf.chat_template import ChatTemplate
+    from ..serving.request import Request
 
     if not ChatTemplate(opened.tokenizer):
         raise ValueError(
             "this model has no chat template: give one with --chat-template FILE, or continue a text with shardfuse "
             "generate"
         )
+    if sys.stdin is None:
+        raise ValueError("standard input is closed: there is nobody to talk with")
+    engine.check(Request([0], max_new_tokens=options.max_tokens or 1, sampling=_sampling(engine, options)))
+
+
+def _sampling(engine: Engine, options: ChatOptions) -> SamplingParams:
+    """How an answer's tokens are chosen, with a seed of its own unless one is given."""
+    from ..serving.sampling_params import SamplingParams
+
+    return SamplingParams(**{**engine.generation.usual_sampling(), **options.sampling})
 
 
 def _talk(engine: Engine, opened: Opened, options: ChatOptions, say: Callable[[str], object]) -> None:
-    from ..serving.sampling_params import SamplingParams
-
-    sampling = SamplingParams(**{**engine.generation.usual_sampling(), **options.sampling})
+    _check(engine, opened, options)
     first = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages: list[dict[str, Any]] = [*first]
     if sys.stdin.isatty():
@@ -82,7 +91,7 @@ def _talk(engine: Engine, opened: Opened, options: ChatOptions, say: Callable[[s
                 say(HELP)
             elif line:
                 asked = [*messages, {"role": "user", "content": line}]
-                if (answer := _answer(engine, opened, options, sampling, asked, write, say)) is not None:
+                if (answer := _answer(engine, opened, options, asked, write, say)) is not None:
                     messages = [*asked, answer]
 
 
@@ -90,17 +99,18 @@ def _answer(
     engine: Engine,
     opened: Opened,
     options: ChatOptions,
-    sampling: SamplingParams,
     messages: list[dict[str, Any]],
     write: Callable[[str], None],
     say: Callable[[str], object],
 ) -> dict[str, Any] | None:
     """Stream the answer, and return it as a message; None if there is none, for a reason that the user was told."""
+    from ..serving.chat_answer import ChatRefused, ChatTooLong
+
     began, last = time.monotonic(), ""
     with asked_to_stop() as stop:
         try:
-            answer = engine.chat(messages, max_new_tokens=options.max_tokens, sampling=sampling)
-        except ValueError as error:  # the chat is too long, or the template refuses it
+            answer = engine.chat(messages, max_new_tokens=options.max_tokens, sampling=_sampling(engine, options))
+        except (ChatRefused, ChatTooLong) as error:
             say(f"{errors.shown(error)}; /new begins a new chat")
             return None
         for piece in answer.steps():
@@ -121,6 +131,8 @@ def _answer(
 
 def _questions() -> Iterator[str]:
     """The lines of standard input. In a terminal they can be edited, and Ctrl-C drops the one that is being written."""
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text in its encoding
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
         return
@@ -128,7 +140,7 @@ def _questions() -> Iterator[str]:
         import readline  # noqa: F401
     while True:
         try:
-            yield input(_ASK).strip()
+            yield input(_ASK).encode(errors="replace").decode().strip()
         except KeyboardInterrupt:
             print()
         except EOFError:

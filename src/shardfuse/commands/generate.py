@@ -79,6 +79,10 @@ def run_generate(options: GenerateOptions) -> int:
 
 def _prompt(options: GenerateOptions) -> str:
     if options.prompt is not None:
+        try:
+            options.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is not text in UTF-8: {error}") from None
         return options.prompt
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError(
@@ -179,6 +183,8 @@ def why_empty(tokens: Sequence[int], reason: int | str | None, tokenizer: Any) -
 @contextlib.contextmanager
 def stdout_text() -> Iterator[Callable[[str], None]]:
     """A function that writes text to standard output at once. If the reader is gone, the command ends as by SIGPIPE."""
+    if sys.stdout is None:
+        raise ValueError("standard output is closed: the answer has nowhere to go")
     show = visible if sys.stdout.isatty() else str
     if hasattr(sys.stdout, "reconfigure"):
         # Characters outside a terminal's encoding become escapes; a file or a pipe gets the answer's own characters.

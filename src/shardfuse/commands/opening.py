@@ -69,7 +69,7 @@ def settled(opening: Opening) -> Iterator[Opening]:
 
 def _read_ahead(folder: Path) -> None:
     """Ask the system for the weights, while Python imports what reads them, if they fit into half of its memory."""
-    files = [*folder.glob("*.safetensors")]
+    files = [file for file in folder.glob("model*.safetensors") if file.is_file()]
     with contextlib.suppress(OSError, ValueError, AttributeError):  # only some systems take such advice
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if sum(file.stat().st_size for file in files) < free // 2:

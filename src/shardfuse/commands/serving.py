@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,12 +59,11 @@ def _opening(context: typer.Context, **more: Any) -> Opening:
     given = context.params
     if (given["model"] is None) != given["tiny"]:
         raise typer.BadParameter("expected the folder of a model, or --tiny", param_hint="MODEL")
-    paths = {name: None if given[name] is None else Path(given[name]) for name in ("model", "chat_template")}
-    names: tuple[str, ...] = ("device", "dtype", "cache_gib", "kv_dtype", "max_model_len", "max_num_seqs")
-    options: dict[str, Any] = {
-        name: given[name] for name in (*names, "generation_config", "invariant") if name in given
-    }
-    folder = FolderOptions(paths["model"] or Path(), chat_template=paths["chat_template"], **{**options, **more})
+    names = {each.name for each in fields(FolderOptions)} - {"folder"}
+    options = {name: value for name, value in {**given, **more}.items() if name in names}
+    if given["chat_template"] is not None:
+        options["chat_template"] = Path(given["chat_template"])
+    folder = FolderOptions(Path(given["model"] or ""), **options)
     return Opening(folder, given["tiny"], given["tp"])
 
 
