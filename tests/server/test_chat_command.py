@@ -34,9 +34,9 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.delenv("SHARDFUSE_DEBUG", raising=False)
 
     def run(typed: str | bytes | None, *arguments: object) -> tuple[int, str, str]:
-        stdin = (
-            io.TextIOWrapper(io.BytesIO(typed), "utf-8") if isinstance(typed, bytes) else typed and io.StringIO(typed)
-        )
+        stdin: Any = io.StringIO(typed) if isinstance(typed, str) else None
+        if isinstance(typed, bytes):
+            stdin = io.TextIOWrapper(io.BytesIO(typed), "utf-8")
         monkeypatch.setattr(sys, "argv", ["shardfuse", "chat", str(folder), *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", stdin)
         with pytest.raises(SystemExit) as left:
@@ -184,12 +184,10 @@ def test_every_option_of_a_model_reaches_it(name: str, folder: Path, monkeypatch
     seen: list[Any] = []
     module = importlib.import_module(f"shardfuse.commands.{name}")
     monkeypatch.setattr(module, f"run_{name}", lambda options: seen.append(options.model) or 0)
-    words = [
-        word
-        for option, (_, value) in MODEL_OPTIONS.items()
-        for word in ([option] if value is True else [option, str(value)])
-    ]
-    monkeypatch.setattr(sys, "argv", ["shardfuse", name, str(folder), "--tp", "3", *sum(given, [])])
+    words = [name, str(folder), "--tp", "3"]
+    for option, (_, value) in MODEL_OPTIONS.items():
+        words += [option] if value is True else [option, str(value)]
+    monkeypatch.setattr(sys, "argv", ["shardfuse", *words])
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert not left.value.code
