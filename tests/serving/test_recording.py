@@ -252,3 +252,20 @@ def test_few_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             solo_tokens(engine.model, Request([count, each], max_new_tokens=12)) for each in range(count)
         ]
         assert len(_recordings(engine)._kept) <= 2
+
+
+def test_torchs_compiler_stays_out_of_the_recorder():
+    """A step with a compiled part is recorded, and torch.compile compiles that part alone, not what the recorder does."""
+    answers, compiled = [], []
+    for enforce_eager in (True, False):
+        torch._dynamo.reset()
+        graphs: list[Any] = []
+        model = tiny_model(dtype=torch.float32)
+        for block in model.model.layers:
+            block.mlp.compile(backend=lambda graph, _, seen=graphs: seen.append(graph) or graph.forward)
+        engine = Engine(model, num_blocks=40, block_size=8, enforce_eager=enforce_eager)
+        answers.append(engine.generate([Request([1, 2, 3, 4], 30)]))
+        compiled.append(len(graphs))
+    assert answers[0] == answers[1]
+    assert compiled[0] == compiled[1] > 0
+    assert _recordings(engine).replayed > 0
