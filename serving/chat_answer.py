@@ -108,7 +108,7 @@ class ChatAnswer:
         return True
 
     def _look_for_the_end(self) -> None:
-        """The request was cancelled, or somebody else has read its events."""
+        """Take the end of a request that was cancelled, or whose events another step() has reported."""
         assert self._number is not None
         for event in self._engine._drop(self._number):
             self._hear(event)
@@ -142,7 +142,7 @@ class ChatAnswer:
 
 
 def _abandon(engine: weakref.ref[Engine], number: int) -> None:
-    """End the request of an answer that nobody can read any more."""
+    """Cancel the request of an answer that Python has deleted."""
     if (there := engine()) is not None:
         there._drop(number)
 

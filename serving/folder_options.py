@@ -19,7 +19,7 @@ class FolderOptions:
 
     Args:
         folder: ``config.json``, weights in safetensors, and a tokenizer.
-        dtype: of weights and computation, one of DTYPES; None: the folder's.
+        dtype: of weights and computation, "fp32", "bf16" or "fp16"; None: the folder's.
         device: "cpu" or "cuda".
         cache_gib: the size of the cache of keys and values on each rank. None: on a GPU 85 % of the memory that is free
             after loading, on a CPU 1 GiB; never more than ``max_num_seqs`` answers of full length need.

@@ -15,10 +15,13 @@ from typing import Any
 _NO_TEXT = "\U0010ffff"  # a noncharacter, which text for interchange does not contain (Unicode, section 23.7)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # sentencepiece's tokens of single bytes
 _ADDED = '"added_tokens":'
-# Comments, texts and patterns, to their ends if they have any, so that the time is linear; and names.
-_IN_LARK = re.compile(
-    r"""//[^\n]*|"[^"\\\n]*(?:\\.[^"\\\n]*)*"?|/[^/\\]*(?:\\.[^/\\]*)*/?|(?P<name><[^<>\s]+>)""", re.DOTALL
-)
+# What a grammar in Lark is read for: comments, the beginnings of texts and patterns, and names.
+_IN_LARK = re.compile(r"""//[^\n]*|["/]|(?P<name><[^<>\s]+>)""")
+# The inside of a text or a pattern. A match is bounded, because Python remembers every repetition until its end.
+_INSIDE = {
+    '"': re.compile(r"""[^"\\\n]*(?:\\.[^"\\\n]*){0,4096}""", re.DOTALL),
+    "/": re.compile(r"""[^/\\]*(?:\\.[^/\\]*){0,4096}""", re.DOTALL),
+}
 
 
 def spelling(tokenizer: str) -> tuple[str, dict[str, int]]:
@@ -44,12 +47,22 @@ def spelling(tokenizer: str) -> tuple[str, dict[str, int]]:
 
 def by_number(lark: str, numbers: Mapping[str, int]) -> str:
     """The grammar ``lark`` with llguidance's ``<[number]>`` in the place of tokens' names."""
+    parts, copied, at = [], 0, 0
+    while (found := _IN_LARK.search(lark, at)) is not None:
+        at = found.end()
+        if found[0] in _INSIDE:
+            at = _end_of(lark, at, found[0])
+        elif found["name"] in numbers:
+            parts += [lark[copied : found.start()], f"<[{numbers[found['name']]}]>"]
+            copied = at
+    return "".join([*parts, lark[copied:]])
 
-    def number(found: re.Match[str]) -> str:
-        name = found["name"]
-        return f"<[{numbers[name]}]>" if name in numbers else found[0]
 
-    return _IN_LARK.sub(number, lark)
+def _end_of(lark: str, at: int, mark: str) -> int:
+    """Where the text or pattern whose inside begins ``at`` ends: behind its ``mark``, if it has one."""
+    while (inside := _INSIDE[mark].match(lark, at)) is not None and inside.end() > at:
+        at = inside.end()
+    return at + lark.startswith(mark, at)
 
 
 def _no_text(token: Mapping[str, Any]) -> bool:

@@ -40,7 +40,7 @@ def _run(*arguments: object, **environment: str) -> tuple[str, set[str]]:
     """What a command prints, and the heavy modules that it has imported at its end."""
     command = [sys.executable, "-c", _RUN, json.dumps(sorted(HEAVY)), *map(str, arguments)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, input="Once\n", capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     told = done.stderr.splitlines()[-1]
     return done.stdout, set(json.loads(told.removeprefix("loaded ")))
@@ -71,11 +71,12 @@ def test_completion_needs_no_torch():
     assert _run(**asked) == ("generate\n", set())
 
 
-@pytest.mark.parametrize("more", [(), ("--raw", "--temperature", 1), ("--tiny",)], ids=["chat", "raw", "tiny"])
-def test_a_model_of_our_own_layers(folder: Path, more: tuple[object, ...]):
+@pytest.mark.parametrize("name", ["generate", "chat"])
+@pytest.mark.parametrize("more", [(), ("--temperature", 1), ("--tiny",)], ids=["greedy", "sampled", "tiny"])
+def test_a_model_of_our_own_layers(folder: Path, name: str, more: tuple[object, ...]):
     """Without torch's compiler, DTensor, and transformers' models: long enough for a step to be recorded."""
-    model = ("--prompt", "Once", *more) if "--tiny" in more else (folder, "Once", *more)
-    answer, loaded = _run("generate", *model, "--max-tokens", 40)
+    model = () if "--tiny" in more else (folder,)
+    answer, loaded = _run(name, *model, *more, "--max-tokens", 40)
     assert answer
     assert "torch" in loaded
     assert loaded <= SERVES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from foreign import foreign
 from shardfuse import ParallelTransformer, TransformerConfig, load_hf, load_pretrained
 from shardfuse.commands.opening import Opening, settled
 from shardfuse.layers.hf.folders import check_claims, load_hf_weights, read_hf_config
+from shardfuse.layers.hf.plain import check_plain, check_there
 from shardfuse.serving.folder import open_folder
 from shardfuse.serving.folder_options import FolderOptions
 from shardfuse.testing import save_tiny_hf
@@ -291,3 +293,58 @@ def test_a_file_is_told_by_what_it_is(tmp_path: Path, name: str, text: str, says
 def test_a_config_alone_is_enough_to_build_a_model(sound: Path, tmp_path: Path):
     (tmp_path / "config.json").write_text((sound / "config.json").read_text())
     assert read_hf_config(tmp_path) == read_hf_config(sound)
+
+
+# --- paths ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_path_that_is_not_there_says_what_is(tmp_path: Path, reader: str):
+    (tmp_path / "smollm2-135m").mkdir()
+    (tmp_path / "a\n\x1b[2J").mkdir()
+    for wrong, says in (
+        ("smollm-135m", f"did you mean {tmp_path / 'smollm2-135m'}?"),
+        ("other/thing", f"{tmp_path} holds 'a\\n\\x1b[2J', smollm2-135m"),
+        ("smollm2-135m/x", f"{tmp_path / 'smollm2-135m'} holds no folder"),
+    ):
+        with pytest.raises(FileNotFoundError) as refused:
+            READERS[reader](tmp_path / wrong)
+        assert str(refused.value).startswith(f"{tmp_path / wrong}: no such folder: expected config.json")
+        assert str(refused.value).endswith(says)
+
+
+def test_paths_that_are_meant_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("gone")
+    monkeypatch.setenv("HOME", "/home/me")
+    for wrong, says in (
+        ("link", "it is a link to gone, which does not exist"),
+        ("~/model", "~ is a shell's short form: give /home/me/model"),
+        ("../nobody/there", "holds "),  # no name of the Hub
+    ):
+        with pytest.raises(FileNotFoundError, match=r"no such folder: expected .*") as refused:
+            check_there(wrong)
+        assert says in str(refused.value)
+        assert "hf download" not in str(refused.value)
+
+
+def test_a_folder_without_anything_known_says_what_it_holds(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"and this one holds no file$"):
+        check_plain(tmp_path)
+    for number in range(11):
+        (tmp_path / f"{number:02}.txt").touch()
+    with pytest.raises(FileNotFoundError, match=r"and this one holds 00.txt, .*, 07.txt and 3 more$"):
+        check_plain(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="a system without advice on files")
+def test_weights_are_read_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A command asks the system for them before it imports torch; what is no file, and no weights, is left alone."""
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda file, *_: asked.append((os.readlink(f"/proc/self/fd/{file}"), _[-1]))
+    )
+    os.mkfifo(folder / "model-fifo.safetensors")
+    (folder / "consolidated.safetensors").touch()
+    _settle(folder)
+    assert asked == [(str((folder / WEIGHTS).resolve()), os.POSIX_FADV_WILLNEED)]

@@ -83,6 +83,12 @@ def test_all_others_are_left_to_auto(tmp_path: Path, kind: str | None, model_typ
     assert _is_auto(_folder(tmp_path, kind, model_type, **settings))
 
 
+def test_a_model_with_code_of_its_own_is_left_to_auto(tmp_path: Path):
+    folder = _folder(tmp_path, "GPT2Tokenizer", "llama")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "auto_map": {"AutoConfig": "a.B"}}))
+    assert _is_auto(folder)
+
+
 def test_a_folder_without_the_file_is_left_to_auto(tmp_path: Path):
     folder = _folder(tmp_path, "GPT2Tokenizer", "llama")
     (folder / "tokenizer.json").unlink()

@@ -70,6 +70,12 @@ def test_a_conversation_has_a_history(command: Callable[..., tuple[int, str, str
     assert err.count("a new chat") == 1
 
 
+def test_an_answer_that_ends_its_line_gets_no_empty_one(command: Callable[..., tuple[int, str, str]]):
+    tokens = _solo("<|turn|>user: Hi<|turn|>", 80)
+    count = tokens.index(ord("\n")) + 1
+    assert command("Hi\n", "--max-tokens", count)[1] == _said(tokens[:count])
+
+
 def test_sampling(command: Callable[..., tuple[int, str, str]]):
     outs = [command("Hi\n", "--max-tokens", 9, "--temperature", 3, "--seed", seed)[1] for seed in (1, 1, 2)]
     assert outs[0] == outs[1] != outs[2]

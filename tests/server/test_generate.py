@@ -206,6 +206,18 @@ def test_a_question_gets_the_template_unless_it_is_raw(command, solo, folder, tm
         assert "leave one of them out" in err or "expected one of them" in err
 
 
+def test_a_rendered_question_gets_no_second_bos(command, solo, folder, tmp_path):
+    from tokenizers import Tokenizer, processors
+
+    bos = shutil.copytree(folder, tmp_path / "bos")
+    tokenizer = Tokenizer.from_file(str(bos / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 256)])
+    tokenizer.save(str(bos / "tokenizer.json"))
+    (bos / "checksums.json").unlink()
+    assert command("Once", "--max-tokens", 6, model=(str(bos),))[1] == solo("<|bos|>Once", 6)
+    assert command("Once", "--max-tokens", 6, model=(str(bos),), raw=False)[1] == solo("<|turn|>user: Once<|turn|>", 6)
+
+
 def test_an_empty_answer_says_why(command, solo):
     _, out, err = command("Once", "--stop", solo("Once", 1))
     assert (out, "the answer is empty: it begins with the stop string '@'" in err) == ("", True)

@@ -227,6 +227,12 @@ def test_variables_of_the_template(told: Told):
         told.engine.chat(ASK, temperature=1.0)
 
 
+def test_the_template_sees_no_fields_without_a_value(told: Told):
+    told.engine._tokenizer.chat_template = "{{ messages[0] | list | join(',') }}"
+    answer = told.ask("yes", [{"role": "user", "content": "x", "name": None, "tool_calls": None}])
+    assert answer.prompt_tokens == len("role,content")
+
+
 def test_a_rendered_chat_gets_no_further_special_tokens(told: Told):
     tokenizer = told.engine._tokenizer
     plain = told.engine.chat(ASK).prompt_tokens
