@@ -1,9 +1,9 @@
 """The timeline of a pipeline schedule: every pass of every rank, in the order in which torch runs them.
 
 A pass is F, a micro-batch's forward through one stage; B, its backward; or, in the schedules that split it, I, the
-gradient of the stage's input, and later W, those of its weights. The order is torch's own (``pipeline_order`` of the
-schedule's class). A pass starts when its rank is free and its input has arrived: for F from the previous stage, for B
-and I from the next one. Sending takes no time. Two passes that torch runs as one (DualPipeV) send when both are done.
+gradient of the stage's input, and later W, those of its weights. The order is torch's (``orders.py``). A pass starts
+when its rank is free and its input has arrived: for F from the previous stage, for B and I from the next one. Sending
+takes no time. Two passes that torch runs as one (DualPipeV) send when both are done.
 
 A rank is idle when it runs no pass between the first and the last pass of the step on any rank, because the step ends
 with an optimizer step on all ranks. The idle share is relative to that time. :func:`closed_form` computes it from P
@@ -31,14 +31,12 @@ The formulas hold where the pipeline is full and only its two ends are idle; els
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .schedules import check_microbatches, find
-
-KINDS = ("F", "B", "I", "W")
+from .orders import Todo, order
+from .schedules import find
 
 
 class Pass(NamedTuple):
@@ -46,15 +44,7 @@ class Pass(NamedTuple):
 
     start: float
     end: float
-    kind: str  # one of KINDS
-    stage: int
-    microbatch: int
-
-
-class Todo(NamedTuple):
-    """A pass that has not been timed yet."""
-
-    kind: str
+    kind: str  # "F", "B", "I" or "W"
     stage: int
     microbatch: int
 
@@ -147,48 +137,6 @@ def simulate(name: str, ranks: int, microbatches: int, costs: Costs | Sequence[C
     passes = _timed(order(name, ranks, microbatches), each)
     peaks = tuple(_peak(mine, each) / per_rank for mine in passes)
     return Timeline(name, microbatches, per_rank, tuple(map(tuple, passes)), peaks)
-
-
-@functools.lru_cache(64)
-def order(name: str, ranks: int, microbatches: int) -> list[list[tuple[Todo, ...]]]:
-    """For each rank its passes in the order in which torch runs them; passes that run as one share a tuple.
-
-    Raises ValueError for numbers that the schedule does not support.
-    """
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks}: expected at least 1")
-    check_microbatches(name, microbatches, ranks)
-    schedule = find(name)
-    if schedule.stages_per_rank == 1:
-        return [[(todo,) for todo in _single_stage(name, rank, ranks, microbatches)] for rank in range(ranks)]
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
-    actions = get_schedule_ops(schedule.kind, ranks, microbatches, schedule.stages_per_rank)
-    return [[todos for action in mine if (todos := _todos(action))] for mine in actions]
-
-
-def _single_stage(name: str, rank: int, ranks: int, microbatches: int) -> list[Todo]:
-    """The order of a schedule with one stage per rank.
-
-    torch runs these schedules by separate code, not from an order, and its order for 1F1B numbers the last rank's
-    forwards from 1.
-    """
-    ahead = {"naive": 1, "1f1b": ranks - rank}.get(name, microbatches)  # forwards before the first backward
-    forwards = [Todo("F", rank, index) for index in range(microbatches)]
-    todos = forwards[:ahead]
-    for index in range(microbatches):
-        todos.append(Todo("B", rank, index))
-        todos += forwards[ahead + index : ahead + index + 1]
-    return todos
-
-
-def _todos(action: Any) -> tuple[Todo, ...]:
-    """The passes in one action of torch's; none in a gap, or in an action that moves data or gradients."""
-    if action is None:
-        return ()
-    parts = action.sub_actions or (action,)
-    named = [(part.computation_type.value, part.stage_index, part.microbatch_index) for part in parts]
-    return tuple(Todo(*one) for one in named if one[0] in KINDS)
 
 
 def _timed(orders: list[list[tuple[Todo, ...]]], costs: list[Costs]) -> list[list[Pass]]:

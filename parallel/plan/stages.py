@@ -3,8 +3,8 @@
 Stage i of p of a pipeline with one stage on each rank keeps p - i micro-batches (1F1B: Narayanan et al.,
 arXiv:2006.09503). With v stages on a rank, the interleaved schedule (arXiv:2104.04473, section 2.2) runs
 (v - 1) p + 2 (p - 1 - i) forwards before it alternates, so rank i keeps 1 + (p - 1 - 2 i) / (p v) times the activations
-of its layers for p micro-batches. For other schedules torch's own order of passes is counted
-(``pipeline/timeline.py``).
+of its layers for p micro-batches. For other schedules the order of their passes is counted
+(``pipeline/orders.py``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..pipeline.orders import interleaved, order
 from ..pipeline.partition import balanced, owners
 from ..pipeline.schedules import find
-from ..pipeline.timeline import order
 from .layout import Layout
 from .shapes import ModelShape
 from .software import Software
@@ -114,26 +114,15 @@ def fullest(sizes: Sequence[float], early: Sequence[float], layout: Layout, rank
 
 @functools.lru_cache(4096)
 def _changes(schedule: str, ranks: int, stages: int, microbatches: int, rank: int) -> list[tuple[str, int]]:
-    """The passes of a rank, each with its stage among the rank's; those of ``timeline.KINDS``."""
+    """The passes of a rank, each with its stage among the rank's; its kinds are those of ``pipeline/orders.py``."""
     if ranks == 1:
         return [("F", 0)]
     if schedule == "1f1b":
         return [("F", 0)] * min(ranks - rank, microbatches)
     if schedule == "interleaved_1f1b":
-        return _interleaved(ranks, stages, microbatches, rank)
+        rounds = max(1, microbatches // ranks)
+        repeats = microbatches // rounds * min(rounds, PERIODS)
+        return interleaved(range(stages), rank, ranks, repeats, split=False)
     passes = [one for together in order(schedule, ranks, microbatches)[rank] for one in together]
     own = sorted({one.stage for one in passes})
     return [(one.kind, own.index(one.stage)) for one in passes]
-
-
-def _interleaved(ranks: int, stages: int, microbatches: int, rank: int) -> list[tuple[str, int]]:
-    """Up to the last forward: 1F1B repeats itself, and only frees what is left from there."""
-    rounds = max(1, microbatches // ranks)
-    together = microbatches // rounds  # micro-batches of one stage before the next one's turn
-    total = together * min(rounds, PERIODS) * stages
-    ahead = min((stages - 1) * together + 2 * (ranks - 1 - rank), total)
-    passes = [("F", step // together % stages) for step in range(ahead)]
-    for step in range(total - ahead):
-        passes.append(("F", (ahead + step) // together % stages))
-        passes.append(("B", stages - 1 - step // together % stages))
-    return passes

@@ -21,8 +21,9 @@ from shardfuse.commands.schedule_costs import price
 from shardfuse.layers.config import TransformerConfig
 from shardfuse.layers.mlp import ParallelMLP
 from shardfuse.layers.stage_costs import measured_costs
-from shardfuse.parallel.pipeline import stage_costs, timeline
-from shardfuse.parallel.pipeline.schedules import SCHEDULES, find
+from shardfuse.parallel.pipeline import orders, stage_costs
+from shardfuse.parallel.pipeline.orders import order
+from shardfuse.parallel.pipeline.schedules import SCHEDULES, check_microbatches, find
 from shardfuse.parallel.pipeline.timeline import Costs, closed_form, simulate
 
 POINTS = 0.05  # TARGETS: idle share in simulation and on paper
@@ -152,8 +153,22 @@ def test_the_order_is_the_one_that_torch_runs(name: str, monkeypatch: pytest.Mon
         stage = _Recorder(rank, ranks)
         schedule = kind(stage, microbatches)
         schedule._step_microbatches([()] * microbatches, [{}] * microbatches)
-        ours = [(todo.kind, todo.microbatch) for (todo,) in timeline.order(name, ranks, microbatches)[rank]]
+        ours = [(todo.kind, todo.microbatch) for (todo,) in order(name, ranks, microbatches)[rank]]
         assert ours == stage.done
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zb", "zbv"])
+def test_the_order_is_the_one_that_torch_lists(name: str):
+    compared = 0
+    for ranks in range(1, 7):
+        for microbatches in (*range(1, 2 * ranks + 3), 4 * ranks):
+            try:
+                check_microbatches(name, microbatches, ranks)
+            except ValueError:
+                continue
+            assert order(name, ranks, microbatches) == orders.torchs(name, ranks, microbatches)
+            compared += 1
+    assert compared > 40
 
 
 def test_what_stays_in_memory():
