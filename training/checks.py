@@ -20,10 +20,11 @@ import torch
 from safetensors.torch import load_file
 
 from ..kernels.dev.accuracy import Verdict, judge
+from ..kernels.runtime.dtypes import BY_NAME
 from ..layers.hf.folders import WEIGHTS
 from ..layers.transformer import ParallelTransformer
 from ..parallel.checkpoint.entries import full_state_dict
-from .settings import PRECISIONS, ParallelSettings, RunSettings
+from .settings import ParallelSettings, RunSettings
 from .trainer import Trainer
 
 FACTOR = 8.0
@@ -69,9 +70,7 @@ def compare_with_unsharded(sharded: Sequence[float], settings: RunSettings) -> A
     single = _repeat(len(sharded), Trainer(alone, None))
     trainer = Trainer(exact, None)
     trainer.model.double()
-    return Agreement(
-        tuple(sharded), single, _repeat(len(sharded), trainer), float(torch.finfo(PRECISIONS[precision]).eps)
-    )
+    return Agreement(tuple(sharded), single, _repeat(len(sharded), trainer), float(torch.finfo(BY_NAME[precision]).eps))
 
 
 def _repeat(steps: int, trainer: Trainer) -> tuple[float, ...]:

@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import torch
-
 from ..kernels.runtime.names import expected
 from ..layers.config import TransformerConfig
-from .data.reader import TRAIN_ON
-from .optimizer import SHAPES
+from .data.items import TRAIN_ON
+from .rates import SHAPES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,7 +32,7 @@ PARTITIONS = ("modelled", "measured")
 LR, START_LR = 1e-3, 2e-5  # the default rates of fresh weights, and of trained ones, which more would undo
 # The format of the products. Parameters, gradients, Adam's moments and the loss stay fp32 (mixed precision:
 # Micikevicius et al., arXiv:1710.03740); with "fp16" the loss is scaled.
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..kernels.runtime.dtypes import BY_NAME
 from ..layers.stage_costs import measured_costs
 from ..parallel.pipeline.schedules import find
 from ..parallel.pipeline.timeline import Costs
-from .settings import PRECISIONS, RunSettings
+from .settings import RunSettings
 
 
 def part_costs(settings: RunSettings, schedule: str, *, mesh: DeviceMesh | None = None) -> list[Costs]:
@@ -24,7 +25,7 @@ def part_costs(settings: RunSettings, schedule: str, *, mesh: DeviceMesh | None 
         settings.data.seq,
         mesh=mesh,
         device=settings.device,
-        dtype=PRECISIONS[parallel.precision],
+        dtype=BY_NAME[parallel.precision],
         sequence_parallel=parallel.sequence_parallel,
         recompute=bool(parallel.recompute),
         mlp_recompute=parallel.mlp_recompute,

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from itertools import product
 
-import torch
-
 from ..linear.config import pick_config
 from ..linear.gemm import Gemm, GemmConfig
 from ..linear.tuned import fits
@@ -87,7 +85,7 @@ def _grid(arch: str, gemm: Gemm) -> Iterator[GemmConfig]:
 
 
 def _tiles(gemm: Gemm) -> list[tuple[int, int]]:
-    if gemm.dtype == torch.float32 and gemm.precision == "ieee":
+    if gemm.fp32 and gemm.precision == "ieee":
         return [(32, 64), (64, 64), (64, 128), (128, 64)]
     tall = [(64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (256, 64), (128, 256), (256, 128)]
     if gemm.layout == "tn" or gemm.M > SMALL_M:
@@ -99,7 +97,7 @@ def _tiles(gemm: Gemm) -> list[tuple[int, int]]:
 
 def _pipelines(arch: str, gemm: Gemm) -> list[tuple[int, int]]:
     """(block_k, num_stages): deeper in shorter blocks."""
-    if gemm.dtype == torch.float32:
+    if gemm.fp32:
         return [(16, 2), (16, 3), (32, 2), (32, 3)]
     if arch.startswith("gfx"):
         return [(32, 2), (64, 2), (128, 2)]
@@ -138,7 +136,7 @@ def _loads(arch: str, gemm: Gemm) -> tuple[bool, ...]:
 
 
 def _takes_tma(arch: str, gemm: Gemm) -> bool:
-    ieee = gemm.dtype == torch.float32 and gemm.precision == "ieee"
+    ieee = gemm.fp32 and gemm.precision == "ieee"
     return CHIPS[arch].asynchronous and gemm.aligned and not ieee
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import torch
-
-from ..runtime import device, fences, tuning
-from ..runtime.chips import Chip, described
+from ..runtime import fences, tuning
+from ..runtime.chips import INTERPRETER, Chip, described
 from . import tuned
 from .gemm import Gemm, GemmConfig
 
@@ -33,7 +31,7 @@ def pick_config(arch: str, gemm: Gemm) -> GemmConfig:
 @functools.lru_cache(4096)
 def _pick(arch: str, gemm: Gemm, fenced: bool) -> GemmConfig:
     """Blocks are the largest whose accumulators, epilogue and pipeline fit the chip without a spill."""
-    if arch == device.INTERPRETER:
+    if arch == INTERPRETER:
         config = GemmConfig(32, 32, 32, 4, 2, use_tma=gemm.aligned)
         if gemm.row_invariant or (gemm.layout != "tn" and gemm.M > 16):
             return config
@@ -43,7 +41,7 @@ def _pick(arch: str, gemm: Gemm, fenced: bool) -> GemmConfig:
     if measured is not None and tuned.fits(arch, gemm, measured):
         return measured
     chip = described(arch)
-    if gemm.dtype == torch.float32:
+    if gemm.fp32:
         return _fp32(chip, gemm, fenced)
     if chip.asynchronous:
         return _hopper(chip, gemm, fenced)

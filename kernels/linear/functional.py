@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..runtime import autograd, dispatch, library, tuning
+from ..runtime import autograd, dispatch, library
 from ..runtime import device as target
 from ..runtime import onednn as packing
 from ..runtime.dispatch import Choice, OneDNN
@@ -92,7 +92,7 @@ def measured(
         )
         return tuned.bucket(gemm)
 
-    return tuning.stock_wins(arch, tuned.OP, bucket)
+    return dispatch.stock_wins(arch, tuned.OP, bucket)
 
 
 def _beaten(arch: str, op: str, dtype: torch.dtype, tokens: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from ..runtime.dtype_names import Dtype
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Gemm:
     M: int
     N: int
     K: int
-    dtype: torch.dtype
-    out_dtype: torch.dtype
+    dtype: Dtype
+    out_dtype: Dtype
     combine: str = "grouped"
     pairs: int = 1
     epilogue: tuple[str, ...] = ()
@@ -43,6 +43,11 @@ class Gemm:
     fp32_sums: bool = False  # fp8 products leave the tensor core's short accumulator every block of K
     row_invariant: bool = False  # a row's result may not depend on how many rows there are
     remote: str = ""  # "gather": A's rows arrive while the kernel runs; "send": C's go to other ranks
+
+    @property
+    def fp32(self) -> bool:
+        """Whether the operands are fp32, the only ones of 4 bytes."""
+        return self.dtype.itemsize == 4
 
     @property
     def tokens(self) -> int:

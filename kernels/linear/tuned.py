@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from ..runtime import device, fences
-from ..runtime.chips import described
-from ..runtime.dtypes import short_name
+from ..runtime import fences
+from ..runtime.chips import INTERPRETER, described
+from ..runtime.dtype_names import short_name
 from .gemm import Gemm, GemmConfig
 
 OP = "gemm"  # what entries are filed under: they are of one launch, whichever public op made it
@@ -46,7 +44,7 @@ def fits(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
         return False
     if config.split_k > 1 and (gemm.combine == "chained" or gemm.remote):
         return False
-    interpreted = arch == device.INTERPRETER
+    interpreted = arch == INTERPRETER
     if config.use_tma and not (gemm.aligned and (interpreted or described(arch).asynchronous)):
         return False
     if needs_fence(arch, gemm, config) and not fences.fenced(arch):
@@ -92,5 +90,5 @@ def shared_bytes(arch: str, gemm: Gemm, config: GemmConfig) -> int:
 def _asynchronous(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
     """Whether the product runs beside the code that has issued it."""
     rows = config.block_n if config.swap else config.block_m  # as the matrix instruction sees them
-    ieee = gemm.dtype == torch.float32 and gemm.precision == "ieee"
+    ieee = gemm.fp32 and gemm.precision == "ieee"
     return fences.asynchronous(arch, rows, config.num_warps) and not ieee

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 KIB = 1024
 
+# Stands for the chip where kernels are interpreted: small blocks, so that small tests still cross tile borders.
+INTERPRETER = "interpreter"
+
 # The register file of every SM here is split evenly among four schedulers (AMD: SIMDs); a warp lives in one of them.
 _SCHEDULERS = 4
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .chips import Chip
-from .dtypes import short_name
+from .dtype_names import short_name
 
 if TYPE_CHECKING:
     from ..linear.gemm import Gemm, GemmConfig

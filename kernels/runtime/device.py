@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from . import cache_key, launcher
+from .chips import INTERPRETER as INTERPRETER
 from .chips import described
 
 # Stands for a GPU that ``explain`` is asked about where there is none: its measurements decide.
 ASSUMED = "sm_90"
-# Stands for the chip where kernels are interpreted: small blocks, so that small tests still cross tile borders.
-INTERPRETER = "interpreter"
 _INTERPRETER_PROGRAMS = 3  # not a divisor of usual tile counts
 
 

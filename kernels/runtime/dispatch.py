@@ -17,13 +17,14 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import NamedTuple
 
 import torch
 
+from . import tuning
 from .names import expected
 
 IMPLS = ("auto", "triton", "onednn", "reference")
@@ -51,6 +52,19 @@ class OneDNN(NamedTuple):
 
 # What ran in this process: (op, implementation) -> calls. Written by the ops, outside torch.compile only.
 counts: Counter[tuple[str, str]] = Counter()
+
+
+def stock_wins(arch: str, op: str, bucket: Callable[[], str | None]) -> str | None:
+    """The measurement by which the stock path is faster, for ``choose(stock_wins=...)``; None: there is none.
+
+    ``bucket`` is called only where a table claims anything of ``op``, so that a call costs a dict look-up elsewhere.
+    While torch.compile traces, the answer is None and ``bucket`` is not called: sizes may be symbolic there, and a
+    decision by their value would tie the graph to it, one graph per bucket of token counts.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    claims = tuning.claims(arch, op)
+    return claims.get(bucket() or "") if claims else None
 
 
 def count(op: str, impl: str) -> None:

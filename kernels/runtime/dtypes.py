@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from .dtype_names import short_name as short_name
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
-NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", FP64: "fp64", E4M3: "e4m3", E5M2: "e5m2", INT8: "int8"}
+NAMES = {dtype: short_name(dtype) for dtype in (BF16, FP16, FP32, FP64, E4M3, E5M2, INT8)}
 BY_NAME = {name: dtype for dtype, name in NAMES.items()}
 CACHE_NAMES = NAMES | {E4M3: "fp8"}  # the only 8-bit floats that a KV cache holds
 
@@ -16,11 +18,6 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0, INT8: 127.0}  # the largest finite value 
 
 FLOATS = (BF16, FP16, FP32, FP64)
 KERNEL_FLOATS = FLOATS[:3]  # fp64 runs the reference
-
-
-def short_name(dtype: torch.dtype) -> str:
-    """As in NAMES; torch's own name for a dtype that has no short one."""
-    return NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def no_kernel(*dtypes: torch.dtype) -> str | None:

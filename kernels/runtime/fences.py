@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from . import dispatch, tuning
+from . import tuning
 from .chips import multiplies_asynchronously
 
 _FIRST_WITH_FENCES = (3, 7)
@@ -53,6 +53,8 @@ def fenced(arch: str) -> bool:
 
 @functools.cache
 def _compiles_with_fences(arch: str) -> bool:
+    from . import dispatch
+
     version = dispatch.triton_version()
     if version is None:
         return True
@@ -77,6 +79,8 @@ def _probed(arch: str) -> str:
 
 def refusal(what: str) -> str:
     """What to say of a tile that needs the fences where they are missing."""
+    from . import dispatch
+
     return (
         f"{what} would be multiplied asynchronously, and Triton {dispatch.triton_version()} puts no fence between "
         "cp.async and such products, which may then read stale operands (triton-lang/triton#9610): take tiles of 32 "

@@ -35,8 +35,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
-
 _KERNELS = Path(__file__).resolve().parents[1]
 SHIPPED = _KERNELS / "tuned"
 VARIABLE = "SHARDFUSE_TUNED"
@@ -128,19 +126,6 @@ def entries(arch: str, op: str) -> list[Entry]:
     return list(_of(arch, op))
 
 
-def stock_wins(arch: str, op: str, bucket: Callable[[], str | None]) -> str | None:
-    """The measurement by which the stock path is faster, for ``dispatch.choose(stock_wins=...)``; None: there is none.
-
-    ``bucket`` is called only where a table claims anything of ``op``, so that a call costs a dict look-up elsewhere.
-    While torch.compile traces, the answer is None and ``bucket`` is not called: sizes may be symbolic there, and a
-    decision by their value would tie the graph to it, one graph per bucket of token counts.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    claims = _claims(arch, op)
-    return claims.get(bucket() or "") if claims else None
-
-
 def tables(arch: str) -> dict[str, Table]:
     """The tables that count for ``arch`` by path, the shipped one first. The user's is left out on another chip."""
     shipped = SHIPPED / f"{arch}.json"
@@ -192,7 +177,7 @@ def source_hash(names: Sequence[str]) -> str:
 
 def forget() -> None:
     """Read the tables anew at the next question: after one was written, and in tests."""
-    for cached in (_entries, _configs, _claims):
+    for cached in (_entries, _configs, claims):
         cached.cache_clear()
     for clear in also_forget:
         clear()
@@ -213,7 +198,8 @@ def _configs(arch: str, op: str, kind: type[Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _claims(arch: str, op: str) -> dict[str, str]:
+def claims(arch: str, op: str) -> dict[str, str]:
+    """The measurements by which the stock path is faster than ``op``, by bucket, but for those that have lapsed."""
     return {
         entry.bucket: f"{entry.stock_wins} ({entry.source})"
         for entry in _of(arch, op)

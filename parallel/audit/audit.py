@@ -12,22 +12,14 @@ any implementation (gloo's reduce-scatter is an all-to-all, a small all-reduce o
 The audit does not see collectives that torch.compile has captured. An unknown communication operator is an error,
 because a count without it would look complete.
 
-The payload of a collective is the size of the whole tensor, the same on all ranks: the sum of an all-reduce, the result
-of an all-gather, the input of a reduce-scatter. In rings over R ranks each rank sends
-
-    all-reduce                                 2 (R - 1) / R  of the payload
-    all-gather, reduce-scatter, all-to-all     (R - 1) / R
-    broadcast, reduce, send                    1
-
-so an all-reduce is a reduce-scatter and an all-gather of the same payload (Thakur et al., IJHPCA 19(1), 2005).
-:func:`one_way` counts in these halves. :mod:`forms` has the closed forms to compare the counts with.
+:mod:`entries` says what the payload of a collective is, and :mod:`forms` has the closed forms to compare the counts
+with.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -37,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import collectives
+from .entries import TORCH, Entry
 
 # torch's operators, and the argument that holds the payload.
 _C10D = {
@@ -77,36 +70,6 @@ _SILENT = {
     "c10d": {"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"},
     "_c10d_functional": {"irecv", "wait_tensor", "_wrap_tensor_autograd"},
 }
-_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-TORCH = "torch"  # the site of the collectives of torch's engines
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Calls of one kind at one site of one group in one step."""
-
-    step: int
-    group: str  # the mesh's dimensions in which its ranks differ: "dp", "dp_replicate x dp"
-    ranks: int
-    kind: str
-    site: str
-    calls: int
-    payload: int  # bytes of all calls
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a rank sends."""
-        return sent(self.kind, self.payload, self.ranks)
-
-
-def sent(kind: str, payload: float, ranks: int) -> float:
-    """Bytes that each of ``ranks`` sends in a ``kind`` with ``payload`` bytes."""
-    return _ROUNDS[kind] * (ranks - 1) / ranks * payload if kind in _ROUNDS else float(payload)
-
-
-def one_way(entries: Iterable[Entry]) -> int:
-    """The payload in halves, in bytes: an all-reduce counts as its reduce-scatter and its all-gather."""
-    return sum(entry.payload * (2 if entry.kind == "all_reduce" else 1) for entry in entries)
 
 
 class _Key(NamedTuple):

@@ -1,6 +1,6 @@
 """Closed forms of the expected communication of a training step, to compare with the counts of :mod:`audit`.
 
-Per rank and step, in payload (see :mod:`audit`): Psi bytes of gathered parameters and G of reduced gradients, both of
+Per rank and step, in payload (see :mod:`entries`): Psi bytes of gathered parameters and G of reduced gradients, both of
 this rank's pipeline stages and tensor-parallel part without sharding; M backward passes (micro-batches of a pipeline or
 of accumulation); A bytes of activations [T, D] of one of them; L blocks in the stages.
 
@@ -37,14 +37,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from typing import NamedTuple
 
-import torch
-import torch.distributed
-
-from ..core.sharding import is_dtensor, spec_of
-from .audit import TORCH, Entry
+from .entries import TORCH, Entry
 
 LOSS_NUMBERS = 3  # per token: its largest logit, its sum of exponentials and its target's logit
 LOSS_BYTES = 4  # per number: losses are formed in fp32
@@ -162,31 +157,6 @@ def _covers(form: Form, entry: Entry) -> bool:
     if (form.group, form.kind) != (entry.group, entry.kind):
         return False
     return any(entry.site == site or entry.site.startswith(site.rstrip(".") + ".") for site in form.sites)
-
-
-def unsharded_bytes(parameters: Iterable[torch.Tensor], shards: int, itemsize: int | None = None) -> int:
-    """Bytes of ``parameters`` gathered from ``shards`` data-parallel shards; a tensor-parallel part counts its own
-    size.
-
-    The count pads dimension 0 to a multiple of ``shards``, as FSDP2 does. ``itemsize`` is that of the dtype sent; None:
-    the parameter's own.
-    """
-    total = 0
-    for param in parameters:
-        rows, *rest = _tensor_parallel_shape(param) or (1,)
-        total += -(-rows // shards) * shards * prod(rest) * (itemsize or param.dtype.itemsize)
-    return total
-
-
-def _tensor_parallel_shape(param: torch.Tensor) -> list[int]:
-    """The shape of this rank's tensor-parallel part, ignoring any other sharding."""
-    if not is_dtensor(param):
-        return list(spec_of(param).local_shape)
-    shape = list(param.shape)
-    for name, size, placement in zip(param.device_mesh.mesh_dim_names or (), param.device_mesh.shape, param.placements):
-        if name == "tp" and isinstance(placement, torch.distributed.tensor.Shard):
-            shape[placement.dim] //= size
-    return shape
 
 
 def hops(owners: Sequence[int], rank: int) -> int:

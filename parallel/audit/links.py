@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..overlap.link_profile import Link, shipped
-from .audit import Entry
+from .entries import Entry
 
 CHIP = "sm_90"  # whose NVLink is listed
 # Latencies of the other links come from NCCL's model of a ring with its Simple protocol (src/graph/tuning.cc: baseLat,

@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from ...kernels.runtime.chips import CHIPS
-from ..pipeline.stage_costs import product_us
+from ..pipeline.modelled_costs import product_us
 from ..pipeline.timeline import Costs, closed_form, simulate
 from .hardware import Cluster, Gpu
 from .layout import Layout

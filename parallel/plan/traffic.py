@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..audit.audit import sent
+from ..audit.entries import sent
 from ..audit.forms import Plan, expected, hops
 from ..pipeline.partition import owners
 from ..pipeline.schedules import find

@@ -35,7 +35,7 @@ def shipped(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 def test_no_table_knows_nothing(shipped):
     assert look_up() is None
-    assert tuning.stock_wins("sm_90", OP, lambda: pytest.fail("asked for a bucket that nothing claims")) is None
+    assert dispatch.stock_wins("sm_90", OP, lambda: pytest.fail("asked for a bucket that nothing claims")) is None
     assert tuning.tables("sm_90") == {}
 
 
@@ -131,15 +131,15 @@ def test_a_table_that_is_no_text_is_named(shipped):
 
 def test_a_claim_names_its_measurement(shipped):
     shipped(table_of(entry_of(stock_wins="stock took 1 us", source="sm_90.json: bench tune at commit abc")))
-    assert tuning.stock_wins("sm_90", OP, lambda: KEY) == "stock took 1 us (sm_90.json: bench tune at commit abc)"
-    assert tuning.stock_wins("sm_90", OP, lambda: "another") is None
-    assert tuning.stock_wins("sm_90", OP, lambda: None) is None
+    assert dispatch.stock_wins("sm_90", OP, lambda: KEY) == "stock took 1 us (sm_90.json: bench tune at commit abc)"
+    assert dispatch.stock_wins("sm_90", OP, lambda: "another") is None
+    assert dispatch.stock_wins("sm_90", OP, lambda: None) is None
 
 
 def test_an_old_entry_keeps_its_configuration_and_loses_its_claim(shipped):
     shipped(table_of(entry_of(stock_wins="stock took 1 us", source_hash="0" * 16)))
     assert look_up() == CONFIG
-    assert tuning.stock_wins("sm_90", OP, lambda: KEY) is None
+    assert dispatch.stock_wins("sm_90", OP, lambda: KEY) is None
     [table] = tuning.tables("sm_90").values()
     assert [entry.stale for entry in table.entries] == [True]
 
@@ -175,7 +175,7 @@ def test_claims_do_not_tie_a_graph_to_its_sizes(shipped):
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)
     def step(x: torch.Tensor) -> torch.Tensor:
         gemm = lambda: bucket(dataclasses.replace(GEMM, M=x.shape[0]))
-        return x * 2 if tuning.stock_wins("sm_90", OP, gemm) is None else x * 3
+        return x * 2 if dispatch.stock_wins("sm_90", OP, gemm) is None else x * 3
 
     for tokens in (4096, 3, 5000):
         x = torch.ones(tokens, 2)

@@ -21,8 +21,10 @@ from shardfuse.cli import app
 from shardfuse.commands import audit as command
 from shardfuse.commands.audit import Options, Outcome, count_step
 from shardfuse.parallel.audit import links
-from shardfuse.parallel.audit.audit import TORCH, Audit, Entry, group_name, one_way, sent
-from shardfuse.parallel.audit.forms import Form, Plan, compare, expected, hops, unsharded_bytes
+from shardfuse.parallel.audit.audit import Audit, group_name
+from shardfuse.parallel.audit.entries import TORCH, Entry, one_way, sent
+from shardfuse.parallel.audit.forms import Form, Plan, compare, expected, hops
+from shardfuse.parallel.audit.unsharded import unsharded_bytes
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import everyone, tp_group
 from shardfuse.parallel.core.pieces import GatherPieces

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfuse.layers.grid.linear import GridLinear
 from shardfuse.layers.grid.transformer import GridTransformer
-from shardfuse.parallel.audit.audit import Audit, Entry
+from shardfuse.parallel.audit.audit import Audit
+from shardfuse.parallel.audit.entries import Entry
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.grid import volume

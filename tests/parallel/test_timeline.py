@@ -21,7 +21,7 @@ from shardfuse.commands.schedule_costs import price
 from shardfuse.layers.config import TransformerConfig
 from shardfuse.layers.mlp import ParallelMLP
 from shardfuse.layers.stage_costs import measured_costs
-from shardfuse.parallel.pipeline import orders, stage_costs
+from shardfuse.parallel.pipeline import modelled_costs, orders, stage_costs
 from shardfuse.parallel.pipeline.orders import order
 from shardfuse.parallel.pipeline.schedules import SCHEDULES, check_microbatches, find
 from shardfuse.parallel.pipeline.timeline import Costs, closed_form, simulate
@@ -217,12 +217,12 @@ def test_costs_that_cannot_be_are_refused():
 
 
 def test_modelled_costs():
-    short, long = (stage_costs.modelled("llama3-8b", 8192, length=length) for length in (1024, 8192))
+    short, long = (modelled_costs.modelled("llama3-8b", 8192, length=length) for length in (1024, 8192))
     assert short.weight == long.weight  # attention has no weights
     more = long.forward - short.forward
     assert more > 0
-    assert long.backward - short.backward == pytest.approx(stage_costs.ATTENTION_BACKWARD * more)
-    halved = stage_costs.modelled("llama3-8b", 8192, length=8192, tp=2)
+    assert long.backward - short.backward == pytest.approx(modelled_costs.ATTENTION_BACKWARD * more)
+    halved = modelled_costs.modelled("llama3-8b", 8192, length=8192, tp=2)
     assert 0.4 < halved.step / long.step < 0.7
     for arguments, says in [
         ({"model": "llama9"}, "model='llama9'"),
@@ -231,7 +231,7 @@ def test_modelled_costs():
         ({"tokens": 100}, "not a whole number of sequences"),
     ]:
         with pytest.raises(ValueError, match=says):
-            stage_costs.modelled(**{"model": "llama3-8b", "tokens": 8192, "length": 1024, **arguments})
+            modelled_costs.modelled(**{"model": "llama3-8b", "tokens": 8192, "length": 1024, **arguments})
 
 
 def test_measured_costs_split_backward_as_pipelines_do(monkeypatch: pytest.MonkeyPatch):
@@ -304,7 +304,7 @@ def test_the_command_prints_no_closed_form_where_there_is_none():
 
 def test_the_command_takes_modelled_costs():
     result = _run("gpipe", "--microbatches", "4", "--model", "llama3-8b", "--length", "1024", "--recompute", "--json")
-    costs = stage_costs.modelled("llama3-8b", 8192, length=1024).recomputed()
+    costs = modelled_costs.modelled("llama3-8b", 8192, length=1024).recomputed()
     assert json.loads(result.stdout.splitlines()[-1])["end"] == simulate("gpipe", 4, 4, costs).end
     with pytest.raises(ValueError, match="--forward-cost and --model both give costs"):
         price("gpipe", 4, 4, given={"forward": 1.0, "held": 1.0}, model="llama3-8b")

@@ -10,7 +10,7 @@ import torch
 from train_case import settings
 
 from shardfuse import ParallelTransformer, attach_main_grads, init_mesh, main_grads_to_grads, zero_main_grads
-from shardfuse.training.optimizer import rate
+from shardfuse.training.rates import rate
 from shardfuse.training.settings import RunSettings
 from shardfuse.training.trainer import Trainer
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shardfuse.training.layout import resolve
-from shardfuse.training.optimizer import SHAPES, make_scheduler, rate
+from shardfuse.training.optimizer import make_scheduler
+from shardfuse.training.rates import SHAPES, rate
 from shardfuse.training.settings import ParallelSettings, RunSettings, parse_assignment, read_settings
 
 TOML = """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
+
+TRAIN_ON = ("answers", "all")  # what the loss counts of a chat
 
 
 class DataError(ValueError):

@@ -29,10 +29,10 @@ from ...kernels.runtime.names import expected
 from ...parallel.checkpoint import storage
 from ..launch import available_cores
 from .corpus import HELD_OUT_EVERY
-from .items import DataError, Item, RecordError, Sample
+from .items import TRAIN_ON, DataError, Item, RecordError, Sample
 from .packing import best_fit, cut, one_each
 from .prepared import COUNTED, FORMAT, SPLITS, TOKENS, About, Prepared, write_windows
-from .reader import TRAIN_ON, RecordReader
+from .reader import RecordReader
 from .sources import Files
 
 WORTH_WORKERS = 4 << 20  # bytes of data: less is read sooner than processes start

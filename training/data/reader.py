@@ -11,9 +11,8 @@ import numpy as np
 
 from ...kernels.runtime.names import expected
 from .chat import SHAREGPT, ChatRenderer, Span, messages_of, names_of, shown, tools_of, words_of
-from .items import Item, RecordError, Sample
+from .items import TRAIN_ON, Item, RecordError, Sample
 
-TRAIN_ON = ("answers", "all")
 _EXPECTED = "expected `messages`, `prompt` with `completion`, or `text`"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

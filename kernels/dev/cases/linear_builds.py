@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from ...runtime import device
 from ...runtime.dtypes import NAMES
 from ..registry import Build, Case
@@ -123,7 +121,7 @@ def _why_serial(gemm: Any, tile: Any, target: str, epilogue: str) -> str | None:
 
 def _why_not_tensor_units(gemm: Any, tile: Any) -> str | None:
     """Why this GEMM on sm_90 goes without wgmma or TMA, or None if it must have both."""
-    if gemm.dtype == torch.float32 and gemm.precision == "ieee":
+    if gemm.fp32 and gemm.precision == "ieee":
         return "IEEE fp32 has no tensor-core instruction"
     if not tile.use_tma:
         return "rows are not multiples of 16 bytes: TMA cannot address them"

@@ -150,8 +150,8 @@ def launched(spec: OpSpec, small: Small) -> list[Launched]:
     def note(fn: Any, grid: Any, args: Any, *, config: Any, gemm: Gemm | None = None, **others: Any) -> None:
         cost = _LAUNCH
         if gemm is not None:
-            fast = config.use_tma and gemm.dtype != torch.float32
-            each = _BY_FMA if _is_plain(gemm.dtype, small.tf32) else _BY_TMA if fast else _BY_TENSOR_CORES
+            fast = config.use_tma and not gemm.fp32
+            each = _BY_FMA if gemm.fp32 and not small.tf32 else _BY_TMA if fast else _BY_TENSOR_CORES
             cost += gemm.M * gemm.N * gemm.K * each
         noted.append(Launched(f"{fn.__name__} {config}", cost))
 

@@ -23,8 +23,10 @@ from ..kernels.runtime.printing import Sheet, console, figure, prose, unbroken
 from ..layers.config import TransformerConfig
 from ..layers.transformer import ParallelTransformer
 from ..parallel.audit import forms, links
-from ..parallel.audit.audit import Audit, Entry, one_way
+from ..parallel.audit.audit import Audit
+from ..parallel.audit.entries import Entry, one_way
 from ..parallel.audit.forms import Line, Plan
+from ..parallel.audit.unsharded import unsharded_bytes
 from ..parallel.core import mesh as meshes
 from ..parallel.core.rendezvous import init_mesh, shutdown
 from ..parallel.core.sharding import local_tensor
@@ -221,14 +223,14 @@ def plan(options: Options, mesh: DeviceMesh, model: ParallelModel) -> Plan:
         zero=options.zero,
         microbatches=options.passes,
         pipelined=pipelined,
-        parameters=forms.unsharded_bytes(parameters.values(), shards, travels),
-        gradients=forms.unsharded_bytes(parameters.values(), shards),
+        parameters=unsharded_bytes(parameters.values(), shards, travels),
+        gradients=unsharded_bytes(parameters.values(), shards),
         activation=tokens * options.config().hidden_size * (travels or 4),
         tokens=tokens,
         blocks=len(kept - {0, blocks + 1}),
         first=0 in kept,
         last=blocks + 1 in kept,
-        norms=forms.unsharded_bytes(norms, 1, travels),
+        norms=unsharded_bytes(norms, 1, travels),
         tied=sum(local_tensor(param).nbytes for param in ends),
         hops=_hops(options, mesh.get_local_rank("pp")) if pipelined else 0,
         sequence_parallel=options.sequence_parallel,

@@ -107,7 +107,7 @@ def plan(
 
         check_suffix(draw)
     people = console(stderr=json)
-    with people.status("importing torch, and searching layouts"):
+    with people.status("searching layouts"):
         from ..planning import plan as make
 
         made: Plan = make(

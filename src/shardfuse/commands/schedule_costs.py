@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels.runtime.printing import console
-from ..parallel.pipeline import stage_costs, timeline
+from ..parallel.pipeline import modelled_costs, timeline
 from ..parallel.pipeline.partition import balanced
 from ..parallel.pipeline.schedules import find
 from ..parallel.pipeline.timeline import Costs
@@ -44,7 +44,7 @@ def price(
 ) -> Priced:
     """The costs from one of three sources: the ``given`` fields of Costs, a model of the chip, or a measurement.
 
-    ``model`` and ``shape`` are the arguments of ``stage_costs.modelled``. ``measure`` is a TOML file of ``shardfuse
+    ``model`` and ``shape`` are the arguments of ``modelled_costs.modelled``. ``measure`` is a TOML file of ``shardfuse
     train``, and ``assignments`` override its settings. Raises ValueError if two sources are given, and for invalid
     values of each.
     """
@@ -65,7 +65,7 @@ def price(
     if model is not None:
         known = {"tokens": TOKENS, "length": TOKENS, **(shape or {})}
         known["arch"] = known.pop("target", "sm_90")
-        costs, unit = replace(stage_costs.modelled(model, **known), **given), "us"
+        costs, unit = replace(modelled_costs.modelled(model, **known), **given), "us"
     else:
         costs, unit = Costs(**given), ""
     return Priced(costs.recomputed() if recompute else costs, unit)
@@ -75,6 +75,7 @@ def _measured(
     name: str, ranks: int, microbatches: int, file: Path, assignments: Sequence[str], *, recompute: bool, held: float
 ) -> Priced:
     """Costs in ms, and stages partitioned by them, as ``parallel.partition = "measured"`` partitions the run."""
+    from ..parallel.pipeline.stage_costs import joined
     from ..training.layout import resolve
     from ..training.settings import parse_assignment, read_settings
     from ..training.stages import part_costs
@@ -95,7 +96,7 @@ def _measured(
     with console(stderr=True).status("measuring an embedding, a block and a head"):
         costs = [each.scaled(1e3) for each in part_costs(settings, name)]
     ranges = balanced([each.step for each in costs], count, layout=layout, ranks=ranks)
-    stages = [stage_costs.joined([costs[part] for part in each], first=each.start == 0) for each in ranges]
+    stages = [joined([costs[part] for part in each], first=each.start == 0) for each in ranges]
     size = -(-settings.share(parallel.dp_replicate * dp) // microbatches)
     return Priced(
         [replace(each, held=held) for each in stages],
