@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..layers.hf.folders import read_hf_config
+from ..layers.hf.reading import read_hf_config
 from ..layers.transformer import ParallelTransformer
 from ..parallel import compatibility
 from ..parallel.core.mesh import Group

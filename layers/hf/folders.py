@@ -27,7 +27,6 @@ from ..transformer import ParallelTransformer
 from . import claims
 from .config import (
     CHECKSUMS,
-    CHECKSUMS_FORMAT,
     CONFIG,
     GENERATION,
     IN_CONFIG,
@@ -39,15 +38,24 @@ from .config import (
 from .export import export_hf
 from .notices import tell_unread, tell_untied, tell_unused, without_effect
 from .plain import check_dtypes, check_plain, check_there
+from .reading import (
+    REMEDY,
+    StrPath,
+    check_regular,
+    compare,
+    explained,
+    read_config,
+    read_hf_config,
+    read_json,
+    read_sums,
+)
 from .refusals import in_words
-from .tensors import Tensors, explained
+from .tensors import Tensors
 from .tying import EMBEDDING, HEAD
 
 __all__ = ["WEIGHTS", "config_from_hf", "config_to_hf", "export_hf", "load_hf", "load_hf_weights", "read_hf_config"]
 
 T = TypeVar("T")
-StrPath = str | os.PathLike[str]
-_REMEDY = f"export or copy the folder again, or delete {CHECKSUMS} there if the change was intended"
 # The fields of a config that do not change the meaning of a trained model's weights.
 _FREE = (
     *("max_positions", "init_std", "embedding_dropout", "residual_dropout", "attention_dropout"),
@@ -122,7 +130,7 @@ def _load(
 def _claimed(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, Any], dict[Path, list[str]]]:
     """The config and the files' names, once the sizes that the one claims are compared with the others."""
     check_there(directory, f"{CONFIG} and weights")
-    raw = _read_json(directory / CONFIG, sums)
+    raw = read_json(directory / CONFIG, sums)
     files = _weight_files(directory, sums)
     with explained(directory / CONFIG):
         claims.check_counts(raw, [name for names in files.values() for name in names])
@@ -139,7 +147,7 @@ def check_claims(directory: StrPath) -> None:
     check_there(folder, f"{CONFIG} and weights")
     check_plain(folder)
     with suppress(FileNotFoundError):
-        _claimed(folder, _read_sums(folder))
+        _claimed(folder, read_sums(folder))
 
 
 def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: MeshLike = None) -> None:
@@ -174,25 +182,6 @@ def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: Me
     agree(ranks, fill)
 
 
-def read_hf_config(directory: StrPath) -> TransformerConfig:
-    """The config of the model in ``directory``, to build the model with before :func:`load_hf_weights`.
-
-    It is not tied if the weights hold a head with other values than the embedding, whatever config.json says. Without
-    weights, config.json alone decides.
-
-    Raises FileNotFoundError, or ValueError for a feature that the layers do not have.
-    """
-    folder = Path(directory)
-    check_plain(folder, weights=False)
-    sums = _read_sums(folder)
-    _, config, dtype = _read_config(folder, sums)
-    files: dict[Path, list[str]] = {}
-    if config.tie_embeddings:
-        with suppress(FileNotFoundError):
-            files = _weight_files(folder, sums)
-    return _as_filed(config, folder, files, dtype, SINGLE)
-
-
 def read_generation_config(directory: StrPath) -> dict[str, Any] | None:
     """The settings for generation in ``directory``; None if it has none. Older folders have them in ``config.json``.
 
@@ -200,16 +189,9 @@ def read_generation_config(directory: StrPath) -> dict[str, Any] | None:
     """
     path = Path(directory) / GENERATION
     if path.exists():
-        return _read_json(path, None)
-    raw = _read_json(Path(directory) / CONFIG, None)
+        return read_json(path, None)
+    raw = read_json(Path(directory) / CONFIG, None)
     return {name: raw[name] for name, usual in IN_CONFIG.items() if raw.get(name) not in (None, usual)} or None
-
-
-def _read_config(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, Any], TransformerConfig, torch.dtype]:
-    check_there(directory, f"{CONFIG} and weights")
-    raw = _read_json(directory / CONFIG, sums)
-    with explained(directory / CONFIG):
-        return raw, config_from_hf(raw), _dtype(raw)
 
 
 def _check_config(directory: Path, found: TransformerConfig, ours: TransformerConfig) -> None:
@@ -220,6 +202,16 @@ def _check_config(directory: Path, found: TransformerConfig, ours: TransformerCo
                 f"{directory / CONFIG}: {name} is {getattr(found, name)!r}, and {getattr(ours, name)!r} in the model; "
                 "build the model from read_hf_config(directory)"
             )
+
+
+def as_filed(
+    directory: Path, raw: dict[str, Any], config: TransformerConfig, sums: checked.Sums | None
+) -> TransformerConfig:
+    """``config`` as the weights in ``directory`` have it, if there are any."""
+    files: dict[Path, list[str]] = {}
+    with suppress(FileNotFoundError):
+        files = _weight_files(directory, sums)
+    return _as_filed(config, directory, files, _dtype_in(directory, raw), SINGLE)
 
 
 def _as_filed(
@@ -301,26 +293,6 @@ def _fill(wanted: dict[str, torch.Tensor], files: dict[Path, list[str]]) -> None
                     local_tensor(wanted[name]).copy_(file.get_slice(name)[shard_slice(wanted[name])])
 
 
-def _read_sums(directory: Path) -> checked.Sums | None:
-    """The checksums that :func:`export_hf` wrote; None where another program wrote the folder."""
-    path = directory / CHECKSUMS
-    _check_regular(path)
-    try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    sums = checked.parse_checked(path, data, CHECKSUMS_FORMAT, remedy=_REMEDY).get("files")
-    if not checked.is_sums(sums) or any(os.path.basename(name) != name or "\0" in name for name in sums):
-        raise ValueError(f"{path}: corrupt (it has no dictionary 'files' of sizes and CRC-32s); {_REMEDY}")
-    return sums
-
-
-def _check_regular(path: Path) -> None:
-    """ValueError for a pipe or a device, which may have no end. Links to files are allowed: Hub caches use them."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: expected a file")
-
-
 def _check_files(directory: Path, group: Group) -> checked.Sums | None:
     """Refuse what is no plain folder, and compare the files with their checksums; return these. The ranks that share a
     folder share the work.
@@ -329,7 +301,7 @@ def _check_files(directory: Path, group: Group) -> checked.Sums | None:
 
     def first() -> tuple[tuple[str, str], checked.Sums | None]:
         check_plain(directory)
-        return place, _read_sums(directory)
+        return place, read_sums(directory)
 
     found = together(group, first)
     if any(sums != found[0][1] for _, sums in found):
@@ -339,29 +311,18 @@ def _check_files(directory: Path, group: Group) -> checked.Sums | None:
     def check() -> None:
         sums = found[0][1] or {}
         for name in sorted(sums)[peers.index(group.rank) :: len(peers)]:
-            _check_regular(directory / name)
+            check_regular(directory / name)
             with explained(directory / name):
                 measured = checked.checksum(directory / name)
-            _compare(directory / name, measured, sums)
+            compare(directory / name, measured, sums)
 
     agree(group, check)
     return found[0][1]
 
 
-def _compare(path: Path, measured: checked.Sum, sums: checked.Sums) -> None:
-    """ValueError unless the file is as it was written."""
-    if path.name not in sums:
-        raise ValueError(f"{path}: not a file of this export ({CHECKSUMS} does not list it); {_REMEDY}")
-    if measured != sums[path.name]:
-        raise ValueError(
-            f"{path}: cut short or corrupt ({measured[0]} bytes with CRC-32 {measured[1]:08x}, written were "
-            f"{sums[path.name][0]} with {sums[path.name][1]:08x}); {_REMEDY}"
-        )
-
-
 def _check_unchanged(directory: Path, sums: checked.Sums | None) -> None:
     """ValueError if another export replaced files while they were read; an export replaces the checksums first."""
-    if _read_sums(directory) != sums:
+    if read_sums(directory) != sums:
         raise ValueError(f"{directory}: another export replaced it while it was being read; load it again")
 
 
@@ -372,10 +333,10 @@ def _weight_files(directory: Path, sums: checked.Sums | None) -> dict[Path, list
         path = directory / WEIGHTS
         if not path.exists():
             raise FileNotFoundError(f"{directory}: neither {WEIGHTS} nor {INDEX} is there")
-        _check_regular(path)
+        check_regular(path)
         with explained(path), safe_open(path, framework="pt") as file:
             return {path: list(file.keys())}
-    index = _read_json(directory / INDEX, sums)
+    index = read_json(directory / INDEX, sums)
     with explained(directory / INDEX):
         names = index["weight_map"]
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
@@ -386,11 +347,11 @@ def _weight_files(directory: Path, sums: checked.Sums | None) -> dict[Path, list
             raise ValueError(f"{directory / INDEX}: it points to {file_name!r}, outside the folder")
         if sums is not None and file_name not in sums:
             raise ValueError(
-                f"{directory / file_name}: not a file of this export ({CHECKSUMS} does not list it); {_REMEDY}"
+                f"{directory / file_name}: not a file of this export ({CHECKSUMS} does not list it); {REMEDY}"
             )
         files.setdefault(directory / file_name, []).append(name)
     for path, held in files.items():
-        _check_regular(path)
+        check_regular(path)
         with explained(path), safe_open(path, framework="pt") as file:
             for name in list(file.keys()):
                 if name not in names:  # transformers reads the files, whatever the index lists
@@ -420,21 +381,19 @@ def _check_names(directory: Path, config: TransformerConfig, wanted: set[str], t
     tell_unused(directory, unused)
 
 
+def _read_config(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, Any], TransformerConfig, torch.dtype]:
+    raw, config = read_config(directory, sums)
+    return raw, config, _dtype_in(directory, raw)
+
+
+def _dtype_in(directory: Path, raw: dict[str, Any]) -> torch.dtype:
+    with explained(directory / CONFIG):
+        return _dtype(raw)
+
+
 def _dtype(raw: dict[str, Any]) -> torch.dtype:
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype={name!r}: expected a floating-point type such as float32 or bfloat16")
     return dtype
-
-
-def _read_json(path: Path, sums: checked.Sums | None) -> dict[str, Any]:
-    _check_regular(path)
-    with explained(path):
-        data = path.read_bytes()
-    if sums is not None:
-        _compare(path, checked.sum_of(data), sums)
-    value = checked.parse(path, data, remedy=_REMEDY)
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object")
-    return value

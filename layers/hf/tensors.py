@@ -1,18 +1,17 @@
-"""The tensors in safetensors files, read slice by slice, and the errors of reading a folder's files."""
+"""The tensors in safetensors files, read slice by slice."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from .config import CONFIG, WEIGHTS
+from .reading import explained
 
 _MAPPED_BYTES = 32 << 20  # of one file, before its pages are given back
 _COMPARED_BYTES = 8 << 20  # of each of two tensors, at once
@@ -76,20 +75,3 @@ class Tensors:
             self._file = None  # unmap what was read
             self._file = safe_open(self._path, framework="pt")
         return self._file.get_slice(name)
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Replace the errors of reading ``path`` by ones that name it and say what to do."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path}: no such file; a model folder holds {CONFIG} and {WEIGHTS}") from error
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: cut short or corrupt ({error}); export or copy the folder again") from error
-    except KeyError as error:
-        raise ValueError(f"{path}: {error} is missing; export or copy the folder again") from error
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"{path}: a value has the wrong type ({error}); export or copy the folder again") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

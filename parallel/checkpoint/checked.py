@@ -12,10 +12,10 @@ import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ..core.agreement import together
-from ..core.mesh import Group
+if TYPE_CHECKING:
+    from ..core.mesh import Group
 
 _DIGEST = "sha256"
 
@@ -114,6 +114,8 @@ def check_sum(path: Path, found: Sum, written: Sum) -> None:
 
 def check_files(folder: Path, sums: Sums, group: Group) -> None:
     """ValueError on every rank if a file is missing or was changed; each rank reads its share."""
+    from ..core.agreement import together
+
     together(group, lambda: check_share(folder, sums, group.rank, group.size))
 
 

@@ -185,7 +185,7 @@ def _resolved(
     if path.suffix == ".toml":
         settings = read_settings(path, {})
         if settings.start is not None:
-            from .layers.hf.folders import read_hf_config
+            from .layers.hf.reading import read_hf_config
 
             settings = replace(settings, model=read_hf_config(settings.start))
         return _shape(settings.model, path.stem), settings, settings.data
@@ -193,7 +193,7 @@ def _resolved(
     if str(model) in shapes.known():
         return shape, None, None
     try:
-        from .layers.hf.folders import read_hf_config
+        from .layers.hf.reading import read_hf_config
 
         config = read_hf_config(path)
     except ValueError:  # a model that the layers do not have, whose sizes are enough for a plan

@@ -59,11 +59,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("generate", "--help"), set()),
         (("plan", "--help"), set()),
         (("env",), TORCH | {"einops"}),
-        (("plan", "--model", "llama3-8b", "--gpus", 8, "--schedule", "1f1b,interleaved_1f1b"), TORCH),
+        (("plan", "--model", "llama3-8b", "--gpus", 8), set()),
+        (("schedule", "interleaved_zb", "--model", "llama3-8b", "--length", 1024), set()),
     ],
 )
 def test_commands_without_a_model(arguments: tuple[object, ...], allowed: set[str]):
     assert _run(*arguments)[1] <= allowed
+
+
+def test_a_plan_of_a_folder_or_a_file(folder: Path, tmp_path: Path):
+    out = tmp_path / "run.toml"
+    assert _run("plan", "--model", folder, "--gpus", 4, "--out", out)[1] <= {"safetensors"}
+    assert _run("plan", "--model", out, "--gpus", 4, "--json")[1] <= {"safetensors"}
 
 
 def test_completion_needs_no_torch():
