@@ -40,10 +40,15 @@ def order(name: str, ranks: int, microbatches: int) -> list[list[tuple[Todo, ...
     check_microbatches(name, microbatches, ranks)
     if name == "dualpipev":
         return torchs(name, ranks, microbatches)
-    return [
-        [(todo,) for todo in _numbered(_moves(name, rank, ranks, microbatches)) if todo.microbatch < microbatches]
-        for rank in range(ranks)
-    ]
+    return [[(todo,) for todo in of_rank(name, rank, ranks, microbatches)] for rank in range(ranks)]
+
+
+def of_rank(name: str, rank: int, ranks: int, microbatches: int) -> list[Todo]:
+    """The passes of one rank in order; those that run as one follow each other. Raises ValueError as :func:`order`."""
+    if name == "dualpipev":
+        return [todo for together in order(name, ranks, microbatches)[rank] for todo in together]
+    check_microbatches(name, microbatches, ranks)
+    return [todo for todo in _numbered(_moves(name, rank, ranks, microbatches)) if todo.microbatch < microbatches]
 
 
 def _numbered(moves: Iterable[Move]) -> Iterator[Todo]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ..pipeline.schedules import find
 from .activations import block_bytes, handed_bytes, head_bytes, softmax_bytes, stage_bytes
@@ -47,7 +47,8 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, each.name) for each in fields(self))
+        held = self.weights + self.gradients + self.optimizer + self.activations + self.working
+        return held + self.logits + self.gathered + self.buffers + self.margin
 
     @property
     def states(self) -> float:

@@ -10,10 +10,12 @@ of its layers for p micro-batches. For other schedules the order of their passes
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import ge, le, mul
 
-from ..pipeline.orders import interleaved, order
+from ..pipeline import orders
+from ..pipeline.orders import Move, interleaved
 from ..pipeline.partition import balanced, owners
 from ..pipeline.schedules import find
 from .layout import Layout
@@ -22,6 +24,7 @@ from .software import Software
 
 PERIODS = 3  # rounds of an interleaved schedule, after which it repeats itself
 FILLED = 2  # micro-batches a rank: with more no rank keeps more at a time
+Counts = tuple[int, ...]  # of each of a rank's stages
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def _block_cost(shape: ModelShape, length: int) -> int:
     return shape.layer_matrices + length * shape.q_width
 
 
-def fullest(sizes: Sequence[float], early: Sequence[float], layout: Layout, rank: int) -> tuple[float, list[int]]:
+def fullest(sizes: Sequence[float], early: Sequence[float], layout: Layout, rank: int) -> tuple[float, Counts]:
     """The most bytes that pipeline rank ``rank`` keeps at a time, and the micro-batches of each stage that it has then.
 
     A micro-batch leaves ``sizes`` in each of the rank's stages, of which a backward for the inputs alone frees
@@ -98,23 +101,38 @@ def fullest(sizes: Sequence[float], early: Sequence[float], layout: Layout, rank
     microbatches = layout.microbatches
     if layout.schedule not in ("1f1b", "interleaved_1f1b"):
         microbatches = min(microbatches, FILLED * layout.pp)
-    changes = _changes(layout.schedule, layout.pp, layout.interleave, microbatches, rank)
-    frees = [-size for size in sizes]
-    grows = {"F": sizes, "I": [-size for size in early], "W": [size - whole for size, whole in zip(early, sizes)]}
-    most, now, at = 0.0, 0.0, -1
-    for step, (kind, stage) in enumerate(changes):
-        now += grows.get(kind, frees)[stage]
-        if now > most:
-            most, at = now, step
-    counts = [0] * len(sizes)
-    for kind, stage in changes[: at + 1]:
-        counts[stage] += {"F": 1, "I": 0}.get(kind, -1)
-    return most, counts
+    peaks = _peaks(layout.schedule, layout.pp, layout.interleave, microbatches, rank)
+    totals = [sum(map(mul, kept, sizes)) - sum(map(mul, halves, early)) for kept, halves in peaks]
+    most = max(totals)
+    return most, peaks[totals.index(most)][0]
 
 
 @functools.lru_cache(4096)
-def _changes(schedule: str, ranks: int, stages: int, microbatches: int, rank: int) -> list[tuple[str, int]]:
-    """The passes of a rank, each with its stage among the rank's; its kinds are those of ``pipeline/orders.py``."""
+def _peaks(schedule: str, ranks: int, stages: int, microbatches: int, rank: int) -> tuple[tuple[Counts, Counts], ...]:
+    """The moments among which the fullest one of a rank is, whatever its stages keep: no other has as much of each.
+
+    Of each moment and stage, the micro-batches that the rank keeps, and those of them whose inputs' gradients are done.
+    """
+    moments: dict[tuple[Counts, Counts], None] = {}  # before backwards: forwards only add
+    kept, halves, before = [0] * stages, [0] * stages, ""
+    for kind, stage in _passes(schedule, ranks, stages, microbatches, rank):
+        if before == "F" != kind:
+            moments[tuple(kept), tuple(halves)] = None
+        kept[stage] += {"F": 1, "I": 0}.get(kind, -1)
+        halves[stage] += {"I": 1, "W": -1}.get(kind, 0)
+        before = kind
+    if before == "F":
+        moments[tuple(kept), tuple(halves)] = None
+    return tuple(one for one in moments if not any(_exceeds(other, one) for other in moments))
+
+
+def _exceeds(other: tuple[Counts, Counts], one: tuple[Counts, Counts]) -> bool:
+    """Whether ``other`` keeps as much as ``one`` in every stage, and more in some."""
+    return other != one and all(map(ge, other[0], one[0])) and all(map(le, other[1], one[1]))
+
+
+def _passes(schedule: str, ranks: int, stages: int, microbatches: int, rank: int) -> Iterable[Move]:
+    """The passes of a rank up to its fullest moment or further, each with its stage among the rank's."""
     if ranks == 1:
         return [("F", 0)]
     if schedule == "1f1b":
@@ -123,6 +141,6 @@ def _changes(schedule: str, ranks: int, stages: int, microbatches: int, rank: in
         rounds = max(1, microbatches // ranks)
         repeats = microbatches // rounds * min(rounds, PERIODS)
         return interleaved(range(stages), rank, ranks, repeats, split=False)
-    passes = [one for together in order(schedule, ranks, microbatches)[rank] for one in together]
-    own = sorted({one.stage for one in passes})
-    return [(one.kind, own.index(one.stage)) for one in passes]
+    passes = orders.of_rank(schedule, rank, ranks, microbatches)
+    own = {stage: index for index, stage in enumerate(sorted({one.stage for one in passes}))}
+    return [(one.kind, own[one.stage]) for one in passes]
