@@ -7,7 +7,8 @@ search moves one part at a time from any stage to any other until nothing improv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -119,23 +120,19 @@ def loads(
 
 def _one_stage_each(sums: list[float], stages: int) -> list[int]:
     """The borders with the lowest maximum over the stages, and among those with the lowest sum of squares."""
-    limit, _ = _best(sums, stages, max)
-    limit *= 1 + 1e-12  # tolerates another order of summation
-    _, borders = _best(sums, stages, lambda rest, load: rest + load * load if load <= limit else float("inf"))
-    return borders
-
-
-def _best(sums: list[float], stages: int, combine: Callable[[float, float], float]) -> tuple[float, list[int]]:
-    """The lowest value of ``combine`` folded over the stages' loads, and the borders that give it."""
+    limit = _lowest_maximum(sums, stages) * (1 + 1e-12)  # tolerates another order of summation
     n = len(sums) - 1
     # best[i]: the first i parts in as many stages as `last` has rows; a row gives the beginning of the last stage.
-    best: list[float] = [0.0] + [float("inf")] * n
+    best = [0.0] + [math.inf] * n
     last: list[list[int]] = []
     for stage in range(1, stages + 1):
-        fresh, starts = [float("inf")] * (n + 1), [stage - 1] * (n + 1)
+        fresh, starts, least = [math.inf] * (n + 1), [stage - 1] * (n + 1), stage - 1
         for stop in range(stage, n - (stages - stage) + 1):
-            for start in range(stage - 1, stop):
-                value = combine(best[start], sums[stop] - sums[start])
+            while least < stop and sums[stop] - sums[least] > limit:
+                least += 1
+            for start in range(least, stop):
+                load = sums[stop] - sums[start]
+                value = best[start] + load * load
                 if value < fresh[stop]:
                     fresh[stop], starts[stop] = value, start
         best = fresh
@@ -143,35 +140,79 @@ def _best(sums: list[float], stages: int, combine: Callable[[float, float], floa
     borders = [n]
     for starts in reversed(last):
         borders.append(starts[borders[-1]])
-    return best[n], borders[::-1]
+    return borders[::-1]
+
+
+def _lowest_maximum(sums: list[float], stages: int) -> float:
+    """The load of the fullest stage where that is as low as it can be.
+
+    With the beginning of the last stage its load falls, and the load of the stages before it rises: the best beginning
+    is where they meet, which moves only forward with the end.
+    """
+    n = len(sums) - 1
+    best = sums  # of the first i parts in one stage
+    for stage in range(2, stages + 1):
+        fresh, start = [math.inf] * (n + 1), stage - 1
+        for stop in range(stage, n - (stages - stage) + 1):
+            while start + 1 < stop and best[start + 1] <= sums[stop] - sums[start + 1]:
+                start += 1
+            fresh[stop] = min(max(best[at], sums[stop] - sums[at]) for at in range(start, min(start + 2, stop)))
+        best = fresh
+    return best[n]
 
 
 def _descended(borders: list[int], sums: list[float], owner: list[int]) -> list[int]:
     """A local search from ``borders``: move one part from a stage to another as long as that improves them."""
     while True:
-        better = min(_neighbours(borders), key=lambda other: _badness(other, sums, owner), default=borders)
-        if _badness(better, sums, owner) >= _badness(borders, sums, owner):
+        better = _neighbours(borders) or [borders]
+        for measure in _MEASURES:  # in order of their weight: the later ones settle what is equal so far
+            values = [measure(each, sums, owner) for each in better]
+            least = min(values)
+            better = [each for each, value in zip(better, values) if value == least]
+        if _badness(better[0], sums, owner) >= _badness(borders, sums, owner):
             return borders
-        borders = better
+        borders = better[0]
 
 
 def _neighbours(borders: list[int]) -> list[list[int]]:
     """Every run of inner borders moved by one part, to either side: one end gains a part, the other loses it."""
-    inner = len(borders) - 2
     found = []
-    for first in range(1, inner + 1):
-        for last in range(first, inner + 1):
-            for step in (-1, 1):
-                moved = [*borders[:first], *(b + step for b in borders[first : last + 1]), *borders[last + 1 :]]
-                if all(start < stop for start, stop in pairwise(moved)):
-                    found.append(moved)
+    for first in range(1, len(borders) - 1):
+        for last in range(first, len(borders) - 1):
+            if borders[first - 1] < borders[first] - 1:
+                found.append([*borders[:first], *(b - 1 for b in borders[first : last + 1]), *borders[last + 1 :]])
+            if borders[last] + 1 < borders[last + 1]:
+                found.append([*borders[:first], *(b + 1 for b in borders[first : last + 1]), *borders[last + 1 :]])
     return found
 
 
 def _badness(borders: list[int], sums: list[float], owner: list[int]) -> tuple[float, ...]:
-    stages = [sums[stop] - sums[start] for start, stop in pairwise(borders)]
+    return tuple(measure(borders, sums, owner) for measure in _MEASURES)
+
+
+def _highest(borders: list[int], sums: list[float], owner: list[int]) -> float:
+    return _rounded(max(_rank_loads(borders, sums, owner)))
+
+
+def _uneven_ranks(borders: list[int], sums: list[float], owner: list[int]) -> float:
+    return _rounded(sum(load * load for load in _rank_loads(borders, sums, owner)))
+
+
+def _uneven_stages(borders: list[int], sums: list[float], owner: list[int]) -> float:
+    loads = (sums[stop] - sums[start] for start, stop in pairwise(borders))
+    return _rounded(sum(load * load for load in loads))
+
+
+_MEASURES = (_highest, _uneven_ranks, _uneven_stages)
+
+
+def _rank_loads(borders: list[int], sums: list[float], owner: list[int]) -> list[float]:
     ranks = [0.0] * (max(owner) + 1)
-    for rank, load in zip(owner, stages):
-        ranks[rank] += load
-    # Rounded, because differences in the order of additions must not look like progress for ever.
-    return tuple(float(f"{x:.12g}") for x in (max(ranks), sum(x * x for x in ranks), sum(x * x for x in stages)))
+    for rank, (start, stop) in zip(owner, pairwise(borders)):
+        ranks[rank] += sums[stop] - sums[start]
+    return ranks
+
+
+def _rounded(value: float) -> float:
+    """Differences in the order of additions must not look like progress for ever."""
+    return float(f"{value:.12g}")

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .orders import Todo, order
+from .orders import KINDS, Todo, order
 from .schedules import find
 
 
@@ -141,49 +141,46 @@ def simulate(name: str, ranks: int, microbatches: int, costs: Costs | Sequence[C
 
 def _timed(orders: list[list[tuple[Todo, ...]]], costs: list[Costs]) -> list[list[Pass]]:
     """The times of all passes, each as early as its rank and its input allow."""
-    there: dict[Todo, float] = {}  # when a pass's output can be used
+    takes = {kind: [each.of(kind) for each in costs] for kind in KINDS}
+    # When the result of a micro-batch can be used: forward's, and the gradient of the input, which a whole backward
+    # has first. By stage and micro-batch.
+    forward: list[dict[int, float]] = [{} for _ in costs]
+    backward: list[dict[int, float]] = [{} for _ in costs]
     passes: list[list[Pass]] = [[] for _ in orders]
     left = [list(reversed(mine)) for mine in orders]
-    while any(left):
-        before = sum(map(len, left))
+    now, moved = [0.0] * len(orders), True
+    while moved:
+        moved = False
         for rank, mine in enumerate(left):
-            while mine and (done := _begun(mine[-1], passes[rank], there, costs)):
-                mine.pop()
-                passes[rank] += done
-                there |= {_product(Todo(*one[2:])): done[-1].end for one in done}
-        assert sum(map(len, left)) < before, "the schedule deadlocks"
+            while mine:
+                ready = [_ready(*todo, forward, backward) for todo in mine[-1]]
+                if None in ready:
+                    break
+                together, moved = mine.pop(), True
+                for (kind, stage, microbatch), at in zip(together, ready):
+                    start = max(now[rank], at or 0.0)
+                    now[rank] = start + takes[kind][stage]
+                    passes[rank].append(Pass(start, now[rank], kind, stage, microbatch))
+                for kind, stage, microbatch in together:
+                    if kind != "W":
+                        (forward if kind == "F" else backward)[stage][microbatch] = now[rank]
+    assert not any(left), "the schedule deadlocks"
     return passes
 
 
-def _begun(
-    todos: tuple[Todo, ...], mine: list[Pass], there: dict[Todo, float], costs: list[Costs]
-) -> list[Pass] | None:
-    """The timed passes of ``todos``, one after another following ``mine``; None while an input is missing."""
-    now = mine[-1].end if mine else 0.0
-    done = []
-    for todo in todos:
-        needs = _needs(todo, len(costs))
-        if any(need not in there for need in needs):
-            return None
-        start = max([now, *(there[need] for need in needs)])
-        now = start + costs[todo.stage].of(todo.kind)
-        done.append(Pass(start, now, *todo))
-    return done
-
-
-def _needs(todo: Todo, stages: int) -> list[Todo]:
-    kind, stage, microbatch = todo
+def _ready(
+    kind: str, stage: int, microbatch: int, forward: list[dict[int, float]], backward: list[dict[int, float]]
+) -> float | None:
+    """When the input of a pass is there; None if that is not known yet."""
     if kind == "F":
-        return [Todo("F", stage - 1, microbatch)] if stage else []
+        return forward[stage - 1].get(microbatch) if stage else 0.0
     if kind == "W":
-        return [Todo("I", stage, microbatch)]
-    behind = [Todo("I", stage + 1, microbatch)] if stage < stages - 1 else []
-    return [Todo("F", stage, microbatch), *behind]
-
-
-def _product(todo: Todo) -> Todo:
-    """The pass whose end other stages wait for: the first half of a whole backward."""
-    return todo._replace(kind="I") if todo.kind == "B" else todo
+        return backward[stage].get(microbatch)
+    own = forward[stage].get(microbatch)
+    if stage == len(forward) - 1 or own is None:
+        return own
+    behind = backward[stage + 1].get(microbatch)
+    return None if behind is None else max(own, behind)
 
 
 def _peak(passes: Sequence[Pass], costs: list[Costs]) -> float:

@@ -1,13 +1,13 @@
-"""The quickest layouts that fit: enumerate, drop what does not fit, and time the rest.
+"""The quickest layouts that fit: enumerate, drop what is too slow, and ask of the rest what they hold.
 
 The search is exhaustive over its :class:`Space`, but for four rules. The last one supposes that the host's link is
 slower than the network; the others cannot lose the best layout:
 
-    less recomputation      it only costs time: where a layout fits without, it is not timed with it; the same holds for
-                            no sequence parallelism, where sequence parallelism divides
-    a bound                 the products and attention of a layout's blocks take the same time whatever its ZeRO stage,
-                            schedule, recomputation and offloading: where that alone is slower than what was found,
-                            all of those are skipped
+    less recomputation      it only costs time: where a layout fits without, or is too slow without, it is not tried
+                            with it; the same holds for no sequence parallelism, where sequence parallelism divides
+    a bound                 a micro-batch takes a block at least the same time whatever the layout's ZeRO stage,
+                            schedule, recomputation and offloading: the degrees with the lowest bound are searched
+                            first, and where a bound is slower than what was found, all of those are skipped
     one of each mesh        of the layouts with the same degrees only the quickest is kept, so that the few that are
                             shown differ
     offloading              is tried with less recomputation than what fits without offloading
@@ -18,8 +18,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 from ..pipeline.schedules import check_microbatches, find
 from . import memory, step_time
@@ -98,12 +100,21 @@ class Found:
 
 @dataclass(frozen=True)
 class Result:
-    """The quickest layouts, best first; how many layouts were considered, and how many of them timed."""
+    """The quickest layouts, best first; how many layouts were considered."""
 
     found: tuple[Found, ...]
     considered: int
-    timed: int
     seconds: float
+
+
+class _Least(NamedTuple):
+    """The seconds that every layout of some degrees and micro-batches takes, by its time in one block."""
+
+    seconds: float
+    mesh: Mesh
+    micro: int
+    sequence_parallel: bool  # where tensor parallelism leaves the choice
+    block: step_time.Block
 
 
 @dataclass(frozen=True)
@@ -123,29 +134,41 @@ class Search:
         """The ``count`` quickest layouts that fit, of different degrees; none where nothing fits."""
         begun = time.perf_counter()
         best: dict[Mesh, Found] = {}
-        considered = timed = 0
-        for mesh, micro in self._meshes():
-            worst = self._worst(best, mesh, count)
-            if self._bound(mesh, micro) >= worst:
-                continue
-            for layout, held in self._fitting(mesh, micro):
-                considered += 1
-                if held is None:
-                    continue
-                timed += 1
-                took = step_time.predict(self.shape, layout, self.cluster, self.software, self.efficiency)
-                if mesh not in best or took.total < best[mesh].time.total:
-                    best[mesh] = Found(layout, held, took)
+        considered = 0
+        for least in sorted(itertools.starmap(self._least, self._meshes()), key=lambda each: each.seconds):
+            if least.seconds < self._worst(best, least.mesh, count):
+                judge = partial(self._judge, best, count, least)
+                considered += sum(1 for _ in self._tried(least.mesh, least.micro, judge))
         found = sorted(best.values(), key=lambda each: each.time.total)[:count]
-        return Result(tuple(found), considered, timed, time.perf_counter() - begun)
+        return Result(tuple(found), considered, time.perf_counter() - begun)
+
+    def _judge(self, best: dict[Mesh, Found], count: int, least: _Least, layout: Layout) -> bool | None:
+        """Whether ``layout`` fits; None if it is too slow to be shown, as it is with more recomputation. Keeps it."""
+        worst = self._worst(best, least.mesh, count)
+        if not self._may_fit(layout):
+            return False
+        held = self._held(layout) if worst == math.inf else None  # asked first where no time is too slow
+        if held is None and worst == math.inf:
+            return False
+        block = least.block if layout.sequence_parallel == least.sequence_parallel else None
+        took = step_time.predict(
+            self.shape, layout, self.cluster, self.software, self.efficiency, block=block, below=worst
+        )
+        if took.total >= worst:
+            return None
+        held = held or self._held(layout)
+        if held is None:
+            return False
+        best[least.mesh] = Found(layout, held, took)
+        return True
 
     def fits(self) -> bool:
         """Whether any layout fits."""
-        return any(held is not None for at in self._meshes() for _, held in self._fitting(*at))
+        return any(fit for at in self._meshes() for fit in self._tried(*at, lambda each: self._held(each) is not None))
 
     def divides(self) -> bool:
         """Whether any layout divides model, batch and GPUs, be there memory for it or not."""
-        return any(True for at in self._meshes() for _ in self._fitting(*at))
+        return any(self._tried(*at, lambda layout: True) for at in self._meshes())
 
     @staticmethod
     def _worst(best: dict[Mesh, Found], mesh: Mesh, count: int) -> float:
@@ -169,15 +192,19 @@ class Search:
                         if mine % micro == 0:
                             yield (tp, pp, cp, shares), micro
 
-    def _bound(self, mesh: Mesh, micro: int) -> float:
-        """Seconds that no layout of these degrees and micro-batches can do without."""
+    def _least(self, mesh: Mesh, micro: int) -> _Least:
+        """What no layout of these degrees and micro-batches can do without."""
         tp, pp, cp, shares = mesh
-        layout = Layout(tp, pp, cp, shares, micro=micro, batch=self.batch, length=self.length, precision=self.precision)
-        block = step_time.block_seconds(self.shape, layout, self.cluster, self.software, self.efficiency)
-        return layout.microbatches * -(-self.shape.layers // pp) * block
+        layout = Layout(
+            tp, pp, cp, shares, micro=micro, batch=self.batch, length=self.length, precision=self.precision,
+            sequence_parallel=tp > 1 and True in self.space.sequence_parallel,
+        )  # fmt: skip
+        block = step_time.of_block(self.shape, layout, self.cluster, self.software, self.efficiency)
+        seconds = layout.microbatches * -(-self.shape.layers // pp) * block.total
+        return _Least(seconds, mesh, micro, layout.sequence_parallel, block)
 
-    def _fitting(self, mesh: Mesh, micro: int) -> Iterator[tuple[Layout, Memory | None]]:
-        """The layouts worth timing, each with what it holds; None beside those that do not fit."""
+    def _tried(self, mesh: Mesh, micro: int, judge: Callable[[Layout], bool | None]) -> Iterator[bool | None]:
+        """What ``judge`` says of each layout worth trying: whether it fits; None where it is too slow."""
         shares = mesh[3]
         for schedule in self._schedules(mesh[1], self.batch // shares // micro):
             recomputations = self.space.recomputations
@@ -189,10 +216,14 @@ class Search:
                     # ZeRO over one rank shards nothing: it serves to bring offloaded weights block by block.
                     if (zero and dp * mesh[2] == 1 and not (offload and zero == 3)) or (offload and not zero):
                         continue
-                    for layout, held in self._cheapest(mesh, micro, schedule, zero, dp, offload, recomputations):
-                        if held is not None:
-                            fitting = min(fitting, recomputations.index((layout.recompute, layout.mlp_recompute)))
-                        yield layout, held
+                    layouts = self._cheapest(mesh, micro, schedule, zero, dp, offload, recomputations)
+                    for index, layout in enumerate(layouts):
+                        fit = judge(layout)
+                        yield fit
+                        if fit:
+                            fitting = min(fitting, index)
+                        if fit is not False:
+                            break
                 recomputations = recomputations[:fitting]
 
     def _cheapest(
@@ -204,28 +235,27 @@ class Search:
         dp: int,
         offload: bool,
         recomputations: list[Recompute],
-    ) -> Iterator[tuple[Layout, Memory | None]]:
-        """Layouts that keep less and less and take longer and longer, up to the first that fits."""
+    ) -> Iterator[Layout]:
+        """Layouts that keep less and less and take longer and longer."""
         tp, pp, cp, shares = mesh
         for recompute, mlp_recompute in recomputations:
-            layout = Layout(
-                tp, pp, cp, dp, shares // dp, schedule[1], zero, micro, self.batch, self.length, False, recompute,
-                self.precision, offload, schedule[0], mlp_recompute,
-            )  # fmt: skip
-            divided = replace(layout, sequence_parallel=True)
-            if tp > 1 and True in self.space.sequence_parallel and not divided.why_not(self.shape):
-                layout = divided
-            elif layout.why_not(self.shape) or (tp > 1 and False not in self.space.sequence_parallel):
-                return
-            held = self._held(layout)
-            yield layout, held
-            if held is not None:
-                return
+            for parallel in (True, False) if tp > 1 else (False,):
+                layout = Layout(
+                    tp, pp, cp, dp, shares // dp, schedule[1], zero, micro, self.batch, self.length, parallel,
+                    recompute, self.precision, offload, schedule[0], mlp_recompute,
+                )  # fmt: skip
+                if (tp == 1 or parallel in self.space.sequence_parallel) and not layout.why_not(self.shape):
+                    yield layout
+                    break
+
+    def _may_fit(self, layout: Layout) -> bool:
+        """Whether the memory of a GPU and its host hold what any layout of the kind needs: quickly said."""
+        gpu, host = memory.least(self.shape, layout, self.software)
+        return gpu <= self.cluster.gpu.memory and host <= self.cluster.gpu.host_memory
 
     def _held(self, layout: Layout) -> Memory | None:
         """What the fullest rank holds; None if that is more than there is, on the GPU or its host."""
-        gpu, host = memory.least(self.shape, layout, self.software)
-        if gpu > self.cluster.gpu.memory or host > self.cluster.gpu.host_memory:
+        if not self._may_fit(layout):
             return None
         held = memory.predict(self.shape, layout, self.software, limit=self.cluster.gpu.memory)
         if held.total > self.cluster.gpu.memory:

@@ -60,13 +60,13 @@ class ModelShape:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
-    @property
+    @functools.cached_property
     def layer_matrices(self) -> int:
         """Elements of one block's matrices."""
         attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
-    @property
+    @functools.cached_property
     def layer_vectors(self) -> int:
         """Elements of one block's norms and biases."""
         norms = 2 * self.norm_parameters
@@ -78,12 +78,12 @@ class ModelShape:
         """Of one norm."""
         return self.hidden * (1 if self.gated else 2)
 
-    @property
+    @functools.cached_property
     def layer_repeated(self) -> int:
         """Elements of a block that every tensor-parallel rank has: norms, and biases added to a sum over the ranks."""
         return 2 * self.norm_parameters + (2 * self.hidden if self.biases else 0)
 
-    @property
+    @functools.cached_property
     def layer_parameters(self) -> int:
         return self.layer_matrices + self.layer_vectors
 
@@ -91,12 +91,12 @@ class ModelShape:
     def embedding_parameters(self) -> int:
         return (self.vocab + self.positions) * self.hidden
 
-    @property
+    @functools.cached_property
     def head_parameters(self) -> int:
         """Of the last norm, and of the head unless it is tied."""
         return self.norm_parameters + (0 if self.tied else self.vocab * self.hidden)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters
 

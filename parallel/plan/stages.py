@@ -13,6 +13,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import ge, le, mul
+from typing import NamedTuple
 
 from ..pipeline import orders
 from ..pipeline.orders import Move, interleaved
@@ -42,37 +43,39 @@ class Stage:
 
 def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) -> tuple[Stage, ...]:
     """The stages of pipeline rank ``rank``, in order."""
-    return _of_ranks(shape, layout, software)[rank]
+    return _cut(shape, layout, software).ranks[rank]
 
 
 def slowest(shape: ModelShape, layout: Layout, software: Software, loss: float) -> tuple[float, bool]:
     """The blocks of the rank that takes the longest, and whether it has the head; ``loss`` is its time in blocks."""
-    ranks = _of_ranks(shape, layout, software)
+    ranks = _cut(shape, layout, software).ranks
     loads = ((sum(each.blocks for each in rank), any(each.last for each in rank)) for rank in ranks)
     return max(loads, key=lambda load: load[0] + load[1] * loss)
 
 
-def among_fullest(shape: ModelShape, layout: Layout, software: Software) -> list[int]:
+def among_fullest(shape: ModelShape, layout: Layout, software: Software) -> tuple[int, ...]:
     """Pipeline ranks among which the fullest one is: of ranks with equal stages the first and the last."""
-    ranks = _of_ranks(shape, layout, software)
-    first = {stages: rank for rank, stages in reversed(list(enumerate(ranks)))}
-    last = {stages: rank for rank, stages in enumerate(ranks)}
-    return sorted({*first.values(), *last.values()})
+    return _cut(shape, layout, software).fullest
 
 
-def _of_ranks(shape: ModelShape, layout: Layout, software: Software) -> tuple[tuple[Stage, ...], ...]:
+class _Cut(NamedTuple):
+    """The stages of every rank, and the ranks among which the fullest one is."""
+
+    ranks: tuple[tuple[Stage, ...], ...]
+    fullest: tuple[int, ...]
+
+
+def _cut(shape: ModelShape, layout: Layout, software: Software) -> _Cut:
     if layout.pp == 1:
-        return ((Stage(shape.layers, True, True, False),),)
+        return _Cut(((Stage(shape.layers, True, True, False),),), (0,))
     kind = find(layout.schedule).layout
     costs = (_block_cost(shape, layout.length), shape.hidden * shape.vocab) if software.balances else None
     return _divided(shape.layers, costs, layout.pp, layout.interleave, kind)
 
 
 @functools.lru_cache(1024)
-def _divided(
-    layers: int, costs: tuple[int, int] | None, ranks: int, stages: int, kind: str
-) -> tuple[tuple[Stage, ...], ...]:
-    """The stages of every rank; ``costs`` are those of a block and of the head, None for blocks divided evenly."""
+def _divided(layers: int, costs: tuple[int, int] | None, ranks: int, stages: int, kind: str) -> _Cut:
+    """The cut of so many layers; ``costs`` are those of a block and of the head, None for blocks divided evenly."""
     count = ranks * stages
     owner, last = owners(count, ranks, kind), count - 1
     blocks: list[float] = [-(-layers // ranks) / stages] * count
@@ -84,7 +87,10 @@ def _divided(
     for stage in range(count):
         follows = stage > 0 and owner[stage - 1] == owner[stage]
         found[owner[stage]].append(Stage(blocks[stage], stage == 0, stage == last, follows))
-    return tuple(map(tuple, found))
+    stages_of = tuple(map(tuple, found))
+    first = {mine: rank for rank, mine in reversed(list(enumerate(stages_of)))}
+    last = {mine: rank for rank, mine in enumerate(stages_of)}
+    return _Cut(stages_of, tuple(sorted({*first.values(), *last.values()})))
 
 
 def _block_cost(shape: ModelShape, length: int) -> int:

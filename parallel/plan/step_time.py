@@ -28,8 +28,10 @@ leave a node together share its adapters: k of them in a node have k adapters.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...kernels.runtime.chips import CHIPS
 from ..pipeline.modelled_costs import product_us
@@ -98,24 +100,29 @@ def link_rate(cluster: Cluster, size: int, inner: int) -> float:
 
 
 def predict(
-    shape: ModelShape, layout: Layout, cluster: Cluster, software: Software, efficiency: Efficiency
+    shape: ModelShape,
+    layout: Layout,
+    cluster: Cluster,
+    software: Software,
+    efficiency: Efficiency,
+    *,
+    block: Block | None = None,
+    below: float = math.inf,
 ) -> StepTime:
-    """The time of a step of ``layout`` on ``cluster``."""
+    """The time of a step of ``layout`` on ``cluster``.
+
+    ``block`` is what :func:`of_block` returns, if that is known already. A step that takes ``below`` seconds or more
+    without an idle pipeline comes without that part, which takes longest to predict.
+    """
     gpu = cluster.gpu
     bytes_s = gpu.bandwidth * MEMORY
     T, tp, h = layout.tokens, layout.tp, shape.hidden
     divided = tp if layout.sequence_parallel else 1
 
-    products, products_input, products_weight = _products(shape, layout, cluster, efficiency)
-    attention, attention_back = _attention(shape, layout, cluster, software, efficiency)
-    width = software.passes * h / divided + software.ffn_passes * (2 if shape.gated else 1) * shape.ffn / tp
-    passes = T * layout.itemsize * width / bytes_s
-    collectives = 0.0
-    if tp > 1:
-        # Two all-reduces, or as many bytes in gathers and scatters.
-        collectives = 4 * T * layout.itemsize * h * (tp - 1) / tp / link_rate(cluster, tp, 1)
-    exposed_tp = collectives * (1 - (software.hides_tp if cluster.within_node(tp) else 0.0))
-    exposed = exposed_tp + (_ring(shape, layout, cluster) if layout.cp > 1 else 0.0)
+    block = block or of_block(shape, layout, cluster, software, efficiency)
+    products, products_input, products_weight = block.products
+    attention, attention_back = block.attention
+    passes, exposed_tp, exposed = block.passes, block.exposed_tp, block.exposed
     forward = products + attention + passes + exposed
     again = {"none": 0.0, "selective": attention, "ops": products / 2 + passes, "full": forward}[layout.recompute]
     if layout.mlp_recompute and layout.recompute != "full":
@@ -126,27 +133,23 @@ def predict(
             again += _seconds(T, inner * shape.ffn // tp, h, cluster, "nt", _share(layout, cluster, efficiency))
             again += exposed_tp / 4 if layout.sequence_parallel else 0.0  # one more gather
     backward = products_input + attention_back + 2 * passes + exposed + again
+    whole = forward + backward + products_weight
 
     head = 3 * _seconds(T, shape.vocab // tp, h, cluster, "nt", efficiency.bf16)
     loss = head + T * shape.vocab / tp * LOSS_BYTES / bytes_s
-    block = forward + backward + products_weight
     gathers = 0.0
     if layout.zero == 3 and layout.pp == 1 and layout.shards > 1:
-        gathers = _exposed_gathers(shape, layout, cluster, software, forward, block - forward)
+        gathers = _exposed_gathers(shape, layout, cluster, software, forward, whole - forward)
     m = layout.microbatches
     layers, last = float(-(-shape.layers // (layout.pp * layout.interleave)) * layout.interleave), True
     if layout.pp > 1 and software.balances:
-        layers, last = slowest(shape, layout, software, loss / block)
+        layers, last = slowest(shape, layout, software, loss / whole)
     loss *= last
     near = cluster.gpus if software.stages_apart else tp * layout.cp * layout.pp
     rate = cluster.network.inside if cluster.within_node(near) else cluster.network.outside
     hop = 2 * T * layout.itemsize * h / divided / (LINKS * rate) + 2 * cluster.network.latency
-    bubble = 0.0
-    if layout.pp > 1:
-        costs = Costs(forward / block, backward / block, products_weight / block)
-        bubble = _bubble(layout, costs) * (layers * block + loss) + m * layout.interleave * hop * 0.5
     state, owned = _state(shape, layout, software)
-    return StepTime(
+    step = StepTime(
         products=m * layers * (products + products_input + products_weight),
         attention=m * layers * (attention + attention_back),
         passes=m * layers * 3 * passes,
@@ -154,18 +157,48 @@ def predict(
         tensor=m * layers * 2 * exposed,
         gathers=m * layers * gathers,
         loss=m * loss,
-        bubble=bubble,
+        bubble=0.0,
         gradients=_reduced(layout, cluster, software, owned),
         optimizer=_offloaded(layout, gpu, software, state, owned) if layout.offload else state * 2 / bytes_s,
     )
+    if layout.pp == 1 or step.total >= below:
+        return step
+    costs = Costs(forward / whole, backward / whole, products_weight / whole)
+    idle = _bubble(layout, costs) * (layers * whole + loss) + m * layout.interleave * hop * 0.5
+    return replace(step, bubble=idle)
 
 
-def block_seconds(
-    shape: ModelShape, layout: Layout, cluster: Cluster, software: Software, efficiency: Efficiency
-) -> float:
-    """Of a micro-batch's products and attention in one block: what no recomputation, ZeRO or schedule changes."""
-    attention = _attention(shape, layout, cluster, software, efficiency)
-    return sum(_products(shape, layout, cluster, efficiency)) + sum(attention)
+class Block(NamedTuple):
+    """Seconds of a micro-batch in one block, without recomputation."""
+
+    products: tuple[float, float, float]  # forward, and backward for inputs and for weights
+    attention: tuple[float, float]  # forward and backward
+    passes: float  # forward; backward has twice as many
+    exposed_tp: float  # communication of tensor parallelism, forward and again backward
+    exposed: float  # the same with context parallelism's
+
+    @property
+    def total(self) -> float:
+        return sum(self.products) + sum(self.attention) + 3 * self.passes + 2 * self.exposed
+
+
+def of_block(shape: ModelShape, layout: Layout, cluster: Cluster, software: Software, efficiency: Efficiency) -> Block:
+    """A micro-batch's time in one block, which neither ZeRO nor the schedule, recomputation or offloading shorten."""
+    T, tp, h = layout.tokens, layout.tp, shape.hidden
+    divided = tp if layout.sequence_parallel else 1
+    width = software.passes * h / divided + software.ffn_passes * (2 if shape.gated else 1) * shape.ffn / tp
+    collectives = 0.0
+    if tp > 1:
+        # Two all-reduces, or as many bytes in gathers and scatters.
+        collectives = 4 * T * layout.itemsize * h * (tp - 1) / tp / link_rate(cluster, tp, 1)
+    exposed_tp = collectives * (1 - (software.hides_tp if cluster.within_node(tp) else 0.0))
+    return Block(
+        _products(shape, layout, cluster, efficiency),
+        _attention(shape, layout, cluster, software, efficiency),
+        T * layout.itemsize * width / (cluster.gpu.bandwidth * MEMORY),
+        exposed_tp,
+        exposed_tp + (_ring(shape, layout, cluster) if layout.cp > 1 else 0.0),
+    )
 
 
 def _bubble(layout: Layout, costs: Costs) -> float:

@@ -62,7 +62,6 @@ class Plan:
     settings: RunSettings | None  # of the file or folder that named the model
     found: tuple[Found, ...]
     considered: int
-    timed: int
     seconds: float
 
     @property
@@ -170,7 +169,7 @@ def plan(
     if not result.found:
         chosen = any(value is not None for name, value in choices.items() if name != "offload")
         raise _refusal(search, chosen) if result.considered else _indivisible(search, chosen)
-    return Plan(shape, where, how, settings, result.found, result.considered, result.timed, result.seconds)
+    return Plan(shape, where, how, settings, result.found, result.considered, result.seconds)
 
 
 def _resolved(

@@ -165,8 +165,8 @@ def show(people: Console, made: Plan) -> None:
         people.print()
         people.print(table)
     people.print(
-        f"\n{made.considered} layouts were considered in {made.seconds:.1f} s and {made.timed} of them fit. All "
-        "figures are predictions; docs/plan.md says how they are checked.",
+        f"\n{made.considered} layouts were considered in {made.seconds:.1f} s. All figures are predictions; "
+        "docs/plan.md says how they are checked.",
         style="dim",
     )
 
