@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardfuse.parallel.pipeline.orders import order
 from shardfuse.parallel.pipeline.timeline import Costs, simulate
 from shardfuse.parallel.plan import check, efficiency, memory, published, shapes, stages, step_time
 from shardfuse.parallel.plan.hardware import cluster
@@ -185,6 +186,26 @@ def test_a_filled_pipeline_keeps_no_more(schedule: str, monkeypatch: pytest.Monk
     counted = kept()
     monkeypatch.setattr(stages, "FILLED", 8)
     assert kept() == counted
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_fullest_moment_is_that_of_the_order(schedule: str) -> None:
+    """Stepping through the passes of a rank, with stages that keep different amounts."""
+    sizes, early = (7.0, 5.0), (2.0, 0.5)
+    for pp, microbatches in itertools.product((2, 3, 5), (1, 2, 5, 10, 15)):
+        layout = Layout(pp=pp, batch=microbatches, schedule=schedule, interleave=1 if schedule == "1f1b" else 2)
+        try:
+            ranks = order(schedule, pp, microbatches)
+        except ValueError:  # too few, or not a multiple
+            continue
+        for rank, passes in enumerate(ranks):
+            own = sorted({todo.stage for (todo,) in passes})
+            kept, most = 0.0, 0.0
+            for (todo,) in passes:
+                whole, part = sizes[own.index(todo.stage)], early[own.index(todo.stage)]
+                kept += {"F": whole, "B": -whole, "I": -part, "W": part - whole}[todo.kind]
+                most = max(most, kept)
+            assert stages.fullest(sizes[: len(own)], early[: len(own)], layout, rank)[0] == most, (pp, rank)
 
 
 def test_what_a_rank_sends_is_the_closed_form() -> None:

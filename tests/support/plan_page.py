@@ -32,13 +32,13 @@ def sources() -> list[check.Source]:
 
 def examples_table() -> str:
     """A row for each example: the best layout."""
-    lines = ["| model | on | batch | best layout | step | MFU | GiB | tried |", "|---|---|---|---|---|---|---|---|"]
+    lines = ["| model | on | batch | best layout | step | MFU | GiB |", "|---|---|---|---|---|---|---|"]
     for model, gpu, gpus, batch, seq in EXAMPLES:
         made = sf.plan(model, gpus=gpus, gpu=gpu, batch=batch, seq=seq, count=1)
         best = made.best
         lines.append(
             f"| {model} | {gpus:,} {gpu} | {batch:,} x {seq:,} | {best.layout.described()} | {best.time.total:.3g} s | "
-            f"{made.utilization(best):.0%} | {best.memory.total / 2**30:.1f} | {made.considered:,} |"
+            f"{made.utilization(best):.0%} | {best.memory.total / 2**30:.1f} |"
         )
     return "\n".join(lines)
 
