@@ -5,27 +5,34 @@ numbers of tokens, and writes the table that ``auto`` reads: SHARDFUSE_TUNED nam
 ``kernels/tuned/<processor>.json`` it ships. oneDNN is to win at that number of tokens and all larger ones, by a margin.
 In inference the weights of a model take turns, so each comes from as far away as it does there. Calls outside an
 engine may as well find a small model's weights in a cache: there the worse of both cases counts.
-It takes a minute and a half. Run it on a machine that does nothing else, with as many threads as a rank will have.
+
+It takes a minute and a half. Run it on a machine that does nothing else, with as many threads as a rank will have: how
+quiet the machine is, a known product tells, which is timed again and again between the others. Beside other work its
+slowest calls take several times as long as its fastest, and no table is written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from json import dumps
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.progress import Progress
 
-from ..kernels.linear import cpu, linear_act
+from ..kernels.linear import cpu_tables, linear_act
 from ..kernels.runtime import onednn, processor, tuning
 from ..kernels.runtime.printing import Sheet, console, figure, unbroken
+from ..training.launch import Stopped, stop_signals
 from .harness import provenance
 from .harness.report import DRY_NOTE, write_json
 from .harness.timing import keep_freed_memory
@@ -37,19 +44,37 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 200
 SAMPLE_S = 2e-3  # of one side, in one round: a shorter sample finds the caches full of the other's
 MARGIN = 1.05
 WEIGHTS, WEIGHTS_BYTES = 64, 64 << 20  # of a model: as many matrices, and no more bytes
+KNOWN, KNOWN_CALLS, KNOWN_S = 512, 60, 1e-3  # the known product's sides, its samples, and how long each lasts
+# By how much its slowest tenth may exceed its fastest: 0.04 to 0.2 on a quiet virtual machine of two cores, 3 and more
+# beside one other busy process.
+BUSY = 0.5
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one call. ``out`` is the table; ``arch`` another processor for which this one stands."""
+    """The options of one call. ``out`` is the table; ``arch`` another processor for which this one stands; ``busy``
+    writes it from a busy machine, too.
+    """
 
     out: Path | None = None
     arch: str | None = None
     dry: bool = False
+    busy: bool = False
+
+
+class Ratio(NamedTuple):
+    """Stock's time over oneDNN's: the median of rounds in which each is timed once, and its interval of 95 %."""
+
+    median: float
+    between: tuple[float, float]
 
 
 def calibrate_cpu(options: Options, *, json: bool = False) -> int:
-    """Measure, print and write; returns the exit code. 0: done. 2: oneDNN cannot run here, or ``out`` is another's."""
+    """Measure, print and write; returns the exit code.
+
+    0: done. 1: the machine is busy, and nothing was written. 2: oneDNN cannot run here, or ``out`` is another's. A
+    signal to stop exits as it should, and leaves an earlier file as it was.
+    """
     people = console(stderr=True)
     arch = options.arch or processor.architecture()
     out = options.out or Path(f"shardfuse-tuned-{arch}.json")
@@ -57,32 +82,37 @@ def calibrate_cpu(options: Options, *, json: bool = False) -> int:
     if why:
         people.print(f"error: {why}", style="red", markup=False, soft_wrap=True)
         return 2
-    origin = provenance.describe(torch.device("cpu")) | {"processor": processor.model()}
-    points = [(kind, sides) for kind in cpu.KINDS for sides in SIDES]
-    share = SECONDS / len(points) / len(TOKENS)
-    entries: list[tuning.Entry] = []
-    hashed = tuning.source_hash(cpu.SOURCES)
-    source = f"bench calibrate --cpu at commit {str(origin['commit'])[:7]} on {processor.model()}"
-    if options.arch not in (None, processor.architecture()):
-        source += f", standing for {arch}"
     keep_freed_memory()
-    with Progress(console=people, transient=True, disable=not people.is_terminal) as progress:
-        bar = progress.add_task("products", total=len(points) * len(TOKENS))
-        for kind, (features, depth) in points:
-            ratios: dict[int, float] = {}
-            for tokens in TOKENS:
-                ratios[tokens] = _ratio(kind, tokens, features, depth, 0.0 if options.dry else share)
-                progress.advance(bar)
-            config = {"from_tokens": threshold(ratios)}
-            measured = {"stock over oneDNN, by tokens": {str(tokens): round(r, 3) for tokens, r in ratios.items()}}
-            entries.append(
-                tuning.Entry(cpu.OP, cpu.bucket(kind, features * depth), measured, source, hashed, config=config)
-            )
-    table = tuning.Table(arch, options.dry, origin, {cpu.OP: cpu.SOURCES}, tuple(entries))
+    origin = provenance.describe(torch.device("cpu")) | {"processor": processor.model()}
+    spreads = [] if options.dry else [spread_of_known() for _ in range(3)]
+    entries: list[tuning.Entry] = []
+    try:
+        with stop_signals(), Progress(console=people, transient=True, disable=not people.is_terminal) as progress:
+            for entry in _measured(options, arch, str(origin["commit"]), progress):
+                entries.append(entry)
+                if not options.dry:
+                    spreads.append(spread_of_known())
+                if _busy(options, spreads):
+                    break
+    except Stopped as stop:
+        people.print(f"stopped; nothing was written{', and the earlier table is as it was' if out.exists() else ''}")
+        sys.exit(128 + stop.signum)
+    if _busy(options, spreads):
+        people.print(
+            f"error: this machine is busy: of {KNOWN_CALLS} equal products the slowest tenth took "
+            f"{1 + statistics.median(spreads):.1f} times as long as the fastest, and {1 + BUSY:.1f} is allowed; "
+            "nothing was written. Stop what else runs here, or write the table nevertheless with --busy",
+            style="red", markup=False, soft_wrap=True,
+        )  # fmt: skip
+        return 1
+    origin |= {"spread": round(statistics.median(spreads), 3)} if spreads else {}
+    table = tuning.Table(arch, options.dry, origin, {cpu_tables.OP: cpu_tables.SOURCES}, tuple(entries))
+    before = cpu_tables.in_force(arch)
     write_json(out, table.record())
     if json:
         print(dumps({"table": str(out), **table.record()}))
     people.print(_shown(entries))
+    people.print(_changes(before, entries))
     people.print(
         f"{arch}, {torch.get_num_threads()} threads{DRY_NOTE if options.dry else ''}: wrote {out}; "
         f"{tuning.VARIABLE}={out} uses it",
@@ -90,6 +120,42 @@ def calibrate_cpu(options: Options, *, json: bool = False) -> int:
         soft_wrap=True,
     )
     return 0
+
+
+def _busy(options: Options, spreads: list[float]) -> bool:
+    """Whether the machine is too busy for a table."""
+    return not options.busy and bool(spreads) and statistics.median(spreads) > BUSY
+
+
+def _measured(options: Options, arch: str, commit: str, progress: Progress) -> Iterator[tuning.Entry]:
+    """The table's entries, one after another."""
+    points = [(kind, sides) for kind in cpu_tables.KINDS for sides in SIDES]
+    share = 0.0 if options.dry else SECONDS / len(points) / len(TOKENS)
+    hashed = tuning.source_hash(cpu_tables.SOURCES)
+    source = f"bench calibrate --cpu at commit {commit[:7]} on {processor.model()}"
+    if options.arch not in (None, processor.architecture()):
+        source += f", standing for {arch}"
+    bar = progress.add_task("products", total=len(points) * len(TOKENS))
+    for kind, (features, depth) in points:
+        ratios: dict[int, Ratio] = {}
+        for tokens in TOKENS:
+            ratios[tokens] = _ratio(kind, tokens, features, depth, share)
+            progress.advance(bar)
+        measured = {
+            "stock over oneDNN, by tokens": {str(tokens): round(r.median, 3) for tokens, r in ratios.items()},
+            "between": {str(tokens): [round(each, 3) for each in r.between] for tokens, r in ratios.items()},
+        }
+        config = {"from_tokens": threshold({tokens: ratio.median for tokens, ratio in ratios.items()})}
+        bucket = cpu_tables.bucket(kind, features * depth)
+        yield tuning.Entry(cpu_tables.OP, bucket, measured, source, hashed, config=config)
+
+
+def spread_of_known() -> float:
+    """By how much the slowest tenth of equal products exceeds the fastest: 0.1 is a tenth of the time."""
+    a, b = torch.ones(KNOWN, KNOWN), torch.ones(KNOWN, KNOWN)
+    calls = max(1, round(KNOWN_S / min(_timed(lambda: a @ b) for _ in range(5))))
+    times = sorted(_timed(lambda: a @ b, calls) for _ in range(KNOWN_CALLS))
+    return times[-1 - KNOWN_CALLS // 10] / times[KNOWN_CALLS // 10] - 1
 
 
 def threshold(ratios: dict[int, float]) -> int:
@@ -110,13 +176,12 @@ def _not_ours(out: Path, arch: str) -> str | None:
         table = tuning.read(out)
     except ValueError as error:
         return f"{out} exists and is no table of measurements ({error}); name another file with --out"
-    if table.arch != arch or set(table.sources) - {cpu.OP}:
+    if table.arch != arch or set(table.sources) - {cpu_tables.OP}:
         return f"{out} holds a table of {table.arch} for {', '.join(table.sources)}; name another file with --out"
     return None
 
 
-def _ratio(kind: str, tokens: int, features: int, depth: int, seconds: float) -> float:
-    """Stock's time over oneDNN's, the median over rounds in which each is timed once."""
+def _ratio(kind: str, tokens: int, features: int, depth: int, seconds: float) -> Ratio:
     with onednn.serving(compare=False) if kind.startswith("served") else contextlib.nullcontext():
         return min(
             _ratio_of([_call(kind, impl, tokens, features, depth, count) for impl in ("onednn", "reference")], seconds)
@@ -130,7 +195,7 @@ def _models(kind: str, size: int) -> tuple[int, ...]:
     return {"train": (1,), "packed": (1, many), "packed_act": (1, many)}.get(kind, (many,))
 
 
-def _ratio_of(sides: list[Callable[[], object]], seconds: float) -> float:
+def _ratio_of(sides: list[Callable[[], object]], seconds: float) -> Ratio:
     began = time.perf_counter()
     for side in sides:
         side()
@@ -143,7 +208,9 @@ def _ratio_of(sides: list[Callable[[], object]], seconds: float) -> float:
         order = (0, 1) if len(ratios) % 2 == 0 else (1, 0)
         times = {side: _timed(sides[side], calls) for side in order}
         ratios.append(times[1] / times[0])
-    return statistics.median(ratios)
+    ratios.sort()
+    aside = max(0, int(len(ratios) / 2 - math.sqrt(len(ratios))))  # as in harness/timing.py
+    return Ratio(statistics.median(ratios), (ratios[aside], ratios[-1 - aside]))
 
 
 def _timed(call: Callable[[], object], calls: int = 1) -> float:
@@ -178,10 +245,38 @@ def _shown(entries: list[tuning.Entry]) -> Sheet:
     headings = ("weight", *(f"{tokens} tokens" for tokens in TOKENS), "oneDNN")
     caption = "stock's time over oneDNN's: > 1 means oneDNN is faster"
     shown = Sheet(unbroken("kind"), *map(figure, headings), caption=caption)
-    sizes = {cpu.bucket(kind, F * D): (kind, f"{F} x {D}") for kind in cpu.KINDS for F, D in SIDES}
-    for entry in entries:
-        (ratios,) = entry.measured.values()
-        tokens = (entry.config or {})["from_tokens"]
-        when = f"from {tokens} tokens" if tokens else "never"
-        shown.add(*sizes[entry.bucket], *(f"{ratio:.2f}" for ratio in ratios.values()), when)
+    for entry, kind, sides, tokens in _rows(entries):
+        ratios = entry.measured["stock over oneDNN, by tokens"].values()
+        shown.add(kind, f"{sides[0]} x {sides[1]}", *(f"{ratio:.2f}" for ratio in ratios), _when(tokens))
     return shown
+
+
+def _rows(entries: list[tuning.Entry]) -> Iterator[tuple[tuning.Entry, str, tuple[int, int], int]]:
+    """Each entry with its kind, its weight's sides and its threshold."""
+    sizes = {cpu_tables.bucket(kind, F * D): (kind, (F, D)) for kind in cpu_tables.KINDS for F, D in SIDES}
+    for entry in entries:
+        yield entry, *sizes[entry.bucket], int((entry.config or {})["from_tokens"])
+
+
+def _changes(before: cpu_tables.InForce, entries: list[tuning.Entry]) -> Sheet | str:
+    """What the new table says otherwise than what decides now."""
+    changed = []
+    for _, kind, (features, depth), tokens in _rows(entries):
+        thresholds = before.thresholds.get(kind)
+        decided = thresholds[(features * depth).bit_length()] if thresholds else cpu_tables.NEVER
+        if decided != (tokens or cpu_tables.NEVER):
+            changed.append((kind, f"{features} x {depth}", _when(decided), _when(tokens)))
+    if not changed:
+        return f"It says what {before.tables[0].arch if before.tables else 'no table'} says already."
+    whose = ", ".join(each.arch for each in before.tables) or "no table: torch's own products"
+    shown = Sheet(
+        unbroken("kind"), *map(figure, ("weight", "oneDNN now", "oneDNN then")),
+        caption=f"{len(changed)} of {len(entries)} rows differ from what decides now ({whose})",
+    )  # fmt: skip
+    for row in changed:
+        shown.add(*row)
+    return shown
+
+
+def _when(tokens: int) -> str:
+    return f"from {tokens} tokens" if 0 < tokens < cpu_tables.NEVER else "never"

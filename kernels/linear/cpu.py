@@ -12,7 +12,8 @@ weight it says from how many tokens on oneDNN is faster:
                   without them has ``packed`` and ``packed_act`` in their place
 
 Weights count by the power of two below F D; what lies beyond the table's sizes is as its last one.
-``shardfuse bench calibrate --cpu`` measures a table for the processor at hand; two ship.
+``shardfuse bench calibrate --cpu`` measures a table for the processor at hand; ``cpu_tables.py`` says which decide on a
+processor that has none.
 """
 
 from __future__ import annotations
@@ -21,25 +22,15 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ..runtime import autograd, dispatch, library, onednn, processor, tuning
 from ..runtime.dispatch import OneDNN
+from . import cpu_tables
+from .cpu_tables import NEVER, InForce
 
-OP = "linear_cpu"
-KINDS = ("train", "packed", "packed_act", "served", "served_act")
-SOURCES = ("linear/onednn.py", "runtime/onednn.py")
-_NEVER = 1 << 62
 _SUFFIXES = {"identity": "", "any": "_either"}
-
-
-@dataclass(frozen=True)
-class CpuConfig:
-    """From how many tokens on oneDNN is faster; 0: never."""
-
-    from_tokens: int = 0
 
 
 def kind_of(activation: str, pack: bool) -> str:
@@ -47,11 +38,6 @@ def kind_of(activation: str, pack: bool) -> str:
     if not pack:
         return "train"
     return ("served" if onednn.here.serving else "packed") + _SUFFIXES.get(activation, "_act")
-
-
-def bucket(kind: str, features: int) -> str:
-    """The key of weights with ``features`` = F D elements."""
-    return f"{kind}-fp32-s{features.bit_length() - 1}"
 
 
 def wins(x: torch.Tensor, weight: torch.Tensor, activation: str, pack: bool) -> bool:
@@ -89,29 +75,40 @@ def offer(
 def _offer(kind: str, size: int | None, dtype: torch.dtype, won: bool) -> OneDNN:
     if _disagreement:
         return OneDNN(why=_disagreement)
-    if not _read():
-        how = "shardfuse bench calibrate --cpu measures one"
-        return OneDNN(why=f"no table says where oneDNN is faster on this processor ({processor.architecture()}); {how}")
+    decides = in_force()
+    if not decides.tables:
+        return OneDNN(why=decides.said())
     if dtype != torch.float32:
         return OneDNN(why="torch's own product; the table of this processor is of fp32")
-    measured = _measured(kind.replace("_either", ""), {entry.bucket for entry in _entries()})
-    source = next(entry.source for entry in _entries() if entry.bucket.startswith(f"{measured}-"))
+    asked, thresholds = kind.replace("_either", ""), _read()[kind]
     if size is None:
-        some = any(tokens != _NEVER for tokens in _read()[kind])
+        some = any(tokens != NEVER for tokens in thresholds)
+        source = decides.tables[0].sources[asked] if decides.own else decides.said()
         return OneDNN(None, some, f"faster for some sizes and numbers of tokens, the reference for others ({source})")
-    tokens = _read()[kind][size.bit_length()]
-    if tokens == _NEVER:
-        return OneDNN(why=f"torch's own product is faster ({source})")
-    return OneDNN(None, won, f"faster from {tokens} tokens on, the reference for fewer ({source})")
+    tokens, why = thresholds[size.bit_length()], decides.why(asked, size.bit_length())
+    if tokens == NEVER:
+        return OneDNN(why=f"torch's own product is faster ({why})" if decides.own else f"torch's own product: {why}")
+    return OneDNN(None, won, f"faster from {tokens} tokens on, the reference for fewer ({why})")
 
 
 def fingerprint() -> str:
     """What this process's choices on a CPU follow from."""
-    entries = sorted((entry.bucket, str(entry.config)) for entry in _entries())
     if _disagreement:
         return _disagreement
-    digest = hashlib.sha256(repr(entries).encode()).hexdigest()[:8] if entries else "none"
+    thresholds = in_force().thresholds
+    digest = hashlib.sha256(repr(sorted(thresholds.items())).encode()).hexdigest()[:8] if thresholds else "none"
     return f"{processor.architecture()}, {onednn.why_not(torch.float32) or 'oneDNN'}, table {digest}"
+
+
+def said() -> str:
+    """Which table decides in this process, for ``shardfuse env``."""
+    return _disagreement or onednn.why_not(torch.float32) or in_force().said()
+
+
+@functools.cache
+def in_force() -> InForce:
+    """What decides on this processor."""
+    return cpu_tables.in_force(processor.architecture())
 
 
 def settle_for_stock(why: str) -> None:
@@ -125,6 +122,7 @@ def forget() -> None:
     """Read the table anew, after one was written, and in tests."""
     global _disagreement, _thresholds
     _disagreement, _thresholds = "", None
+    in_force.cache_clear()
     _offer.cache_clear()
 
 
@@ -132,41 +130,18 @@ tuning.also_forget.append(forget)
 
 _disagreement = ""
 # By kind: for each number of bits of F D the tokens from which on oneDNN wins. Empty: there is no table.
-_thresholds: dict[str, list[int]] | None = None
+_thresholds: dict[str, Sequence[int]] | None = None
 
 
-def _read() -> dict[str, list[int]]:
+def _read() -> dict[str, Sequence[int]]:
     global _thresholds
     if _thresholds is None:
-        arch = processor.architecture()
-        found = {entry.bucket for entry in _entries()}
-        usable = found and onednn.why_not(torch.float32) is None
-        _thresholds = {kind: _by_bits(arch, _measured(kind, found), found) for kind in KINDS} if usable else {}
+        decides = in_force()
+        usable = bool(decides.tables) and onednn.why_not(torch.float32) is None
+        _thresholds = dict(decides.thresholds) if usable else {}
         for kind in ("packed", "served") if usable else ():
             _thresholds[f"{kind}_either"] = [*map(min, _thresholds[kind], _thresholds[f"{kind}_act"])]
     return _thresholds
-
-
-def _measured(kind: str, found: set[str]) -> str:
-    """The kind of which a table with the buckets ``found`` has measurements, for ``kind``."""
-    return kind if any(each.startswith(f"{kind}-") for each in found) else kind.replace("served", "packed")
-
-
-def _by_bits(arch: str, kind: str, found: set[str]) -> list[int]:
-    sizes = sorted(size for size in range(64) if bucket(kind, 1 << size) in found)
-    thresholds = [_NEVER] * 65
-    for bits in range(1, 65):
-        if sizes:
-            size = min(max(bits - 1, sizes[0]), sizes[-1])
-            measured = max((each for each in sizes if each <= size), default=sizes[0])
-            config = tuning.lookup(arch, OP, bucket(kind, 1 << measured), CpuConfig)
-            if config is not None and config.from_tokens:
-                thresholds[bits] = config.from_tokens
-    return thresholds
-
-
-def _entries() -> list[tuning.Entry]:
-    return tuning.entries(processor.architecture(), OP)
 
 
 onednn.probe()  # now, as torch.compile cannot

@@ -88,9 +88,9 @@ def _divided(layers: int, costs: tuple[int, int] | None, ranks: int, stages: int
         follows = stage > 0 and owner[stage - 1] == owner[stage]
         found[owner[stage]].append(Stage(blocks[stage], stage == 0, stage == last, follows))
     stages_of = tuple(map(tuple, found))
-    first = {mine: rank for rank, mine in reversed(list(enumerate(stages_of)))}
-    last = {mine: rank for rank, mine in enumerate(stages_of)}
-    return _Cut(stages_of, tuple(sorted({*first.values(), *last.values()})))
+    firsts = {mine: rank for rank, mine in reversed(list(enumerate(stages_of)))}
+    lasts = {mine: rank for rank, mine in enumerate(stages_of)}
+    return _Cut(stages_of, tuple(sorted({*firsts.values(), *lasts.values()})))
 
 
 def _block_cost(shape: ModelShape, length: int) -> int:

@@ -10,13 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 from shardfuse.bench import calibrate_cpu
-from shardfuse.bench.calibrate_cpu import threshold
+from shardfuse.bench.calibrate_cpu import Ratio, threshold
 from shardfuse.bench.harness import fast_mkl
 from shardfuse.bench.harness.benchmark import Settings
 from shardfuse.bench.harness.runner import run_benchmark
 from shardfuse.bench.suites import onednn as suite
 from shardfuse.cli import app
-from shardfuse.kernels.linear import cpu, linear_act
+from shardfuse.kernels.linear import cpu, cpu_tables, linear_act
 from shardfuse.kernels.runtime import dispatch, onednn, processor, tuning
 
 WHY_NOT = onednn.why_not(torch.float32)
@@ -41,7 +41,8 @@ def test_it_wins_from_where_on_it_always_wins(ratios: dict[int, float], expected
 def measured(path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict:
     """A whole run with tiny sizes and a clock of its own: oneDNN is twice as fast from four tokens on."""
     ratio = lambda kind, tokens, features, depth, seconds: 2.0 if tokens >= 4 and kind != "packed" else 0.5
-    monkeypatch.setattr(calibrate_cpu, "_ratio", ratio)
+    monkeypatch.setattr(calibrate_cpu, "_ratio", lambda *call: Ratio(ratio(*call), (ratio(*call), ratio(*call))))
+    monkeypatch.setattr(calibrate_cpu, "spread_of_known", lambda: 0.1)
     done = CliRunner().invoke(app, ["bench", "calibrate", "--cpu", "--out", str(path), "--json", *options])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -81,7 +82,7 @@ def test_the_path_with_real_calls_and_a_table_that_is_refused(tmp_path: Path, mo
     done = CliRunner().invoke(app, ["bench", "calibrate", "--cpu", "--dry", "--out", str(path)])
     assert done.exit_code == 0, done.output
     table = json.loads(path.read_text())
-    assert len(table["entries"]) == 2 * len(cpu.KINDS)
+    assert len(table["entries"]) == 2 * len(cpu_tables.KINDS)
     assert all(min(entry["measured"]["stock over oneDNN, by tokens"].values()) > 0 for entry in table["entries"])
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     with pytest.raises(ValueError, match="written by a dry run"):

@@ -23,7 +23,7 @@ from tuning_case import shipped_tables
 
 import shardfuse as sf
 from shardfuse.kernels.dev import accuracy, registry
-from shardfuse.kernels.linear import cpu, gated_linear, linear_act, onednn_autograd, onednn_schemas
+from shardfuse.kernels.linear import cpu, cpu_tables, gated_linear, linear_act, onednn_autograd, onednn_schemas
 from shardfuse.kernels.linear import onednn as steps
 from shardfuse.kernels.runtime import autograd, dispatch, onednn, processor, tuning
 from shardfuse.parallel.cross_entropy import linear_cross_entropy
@@ -65,18 +65,18 @@ def table(tmp_path) -> Iterator[Table]:
         def fill(**tokens: int) -> None:
             entries = [
                 {
-                    "op": cpu.OP,
-                    "bucket": cpu.bucket(kind, 1),
+                    "op": cpu_tables.OP,
+                    "bucket": cpu_tables.bucket(kind, 1),
                     "config": {"from_tokens": tokens.get(kind, 0)},
                     "measured": {},
                     "source": "a measurement",
-                    "source_hash": tuning.source_hash(cpu.SOURCES),
+                    "source_hash": tuning.source_hash(cpu_tables.SOURCES),
                 }
-                for kind in cpu.KINDS
+                for kind in cpu_tables.KINDS
                 if kind in tokens or not kind.startswith("served")
             ]
             content = {"format": 2, "arch": arch, "dry": False, "origin": {}, "entries": entries}
-            write(content | {"sources": {cpu.OP: list(cpu.SOURCES)}}, f"{arch}.json")
+            write(content | {"sources": {cpu_tables.OP: list(cpu_tables.SOURCES)}}, f"{arch}.json")
             linear_act(torch.ones(1, 1), torch.ones(1, 1))  # reads it, as importing the package does
             dispatch.counts.clear()
 

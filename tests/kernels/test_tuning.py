@@ -17,7 +17,7 @@ from tuning_case import BF16, CONFIG, FP32, GEMM, KEY, entry_of, look_up, shippe
 from shardfuse.bench import tunable
 from shardfuse.bench.harness.stale import RESULTS
 from shardfuse.kernels.dev import registry
-from shardfuse.kernels.linear import cpu, functional
+from shardfuse.kernels.linear import cpu_tables, functional
 from shardfuse.kernels.linear.config import pick_config
 from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
 from shardfuse.kernels.linear.tuned import MAX_TOKENS, OP, SOURCES, bucket, fits, shared_bytes
@@ -155,11 +155,14 @@ def test_what_ships_is_sound():
     for path in sorted(tuning.SHIPPED.glob("*.json")):
         table = tuning.read(path)
         assert path.stem == table.arch
-        assert table.arch in registry.TARGETS or set(table.sources) == {cpu.OP}
+        assert table.arch in registry.TARGETS or set(table.sources) == {cpu_tables.OP}
         assert not table.dry
         assert table.origin["dirty"] is False
         configs: dict[str, object] = {}
-        for op, kind in {cpu.OP: cpu.CpuConfig, **{op: kind for op, (kind, _) in tunable.KINDS.items()}}.items():
+        for op, kind in {
+            cpu_tables.OP: cpu_tables.CpuConfig,
+            **{op: kind for op, (kind, _) in tunable.KINDS.items()},
+        }.items():
             configs |= tuning._configs(table.arch, op, kind)
         assert set(configs) == {entry.bucket for entry in table.entries if entry.config}
 

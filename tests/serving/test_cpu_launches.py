@@ -13,7 +13,7 @@ from torch.autograd.profiler import profile
 from tuning_case import shipped_tables, table_of
 
 import shardfuse as sf
-from shardfuse.kernels.linear import cpu
+from shardfuse.kernels.linear import cpu_tables
 from shardfuse.kernels.runtime import onednn, processor, tuning
 
 WHY_NOT = onednn.why_not(torch.float32)
@@ -49,10 +49,15 @@ GELU = {
 def every_product_is_onednns(tmp_path: Path) -> Iterator[None]:
     """A table that says so of every size."""
     arch = processor.architecture()
-    known = {"config": {"from_tokens": 1}, "measured": {}, "source": "", "source_hash": tuning.source_hash(cpu.SOURCES)}
-    entries = [known | {"op": cpu.OP, "bucket": cpu.bucket(kind, 1)} for kind in cpu.KINDS]
+    known = {
+        "config": {"from_tokens": 1},
+        "measured": {},
+        "source": "",
+        "source_hash": tuning.source_hash(cpu_tables.SOURCES),
+    }
+    entries = [known | {"op": cpu_tables.OP, "bucket": cpu_tables.bucket(kind, 1)} for kind in cpu_tables.KINDS]
     with shipped_tables(tmp_path / "shipped") as write:
-        write(table_of(*entries, arch=arch, sources={cpu.OP: list(cpu.SOURCES)}), f"{arch}.json")
+        write(table_of(*entries, arch=arch, sources={cpu_tables.OP: list(cpu_tables.SOURCES)}), f"{arch}.json")
         yield
 
 

@@ -220,6 +220,7 @@ def calibrate(
         ),
     ] = False,
     arch: Annotated[str | None, typer.Option(help="With --cpu: the processor that this one stands in for.")] = None,
+    busy: Annotated[bool, typer.Option("--busy", help="With --cpu: write the table from a busy machine, too.")] = False,
     dry: Annotated[
         bool, typer.Option("--dry", help="Tiny shapes, single calls: test the path, measure nothing.")
     ] = False,
@@ -228,15 +229,15 @@ def calibrate(
 ) -> None:
     """Measure this node's links and write a profile, by which layers choose how to overlap (SHARDFUSE_LINKS).
 
-    With --cpu it measures matrix products instead, in half a minute, and writes a table for SHARDFUSE_TUNED.
+    With --cpu it measures matrix products instead, in a minute and a half, and writes a table for SHARDFUSE_TUNED.
     """
     if cpu:
         from ..bench.calibrate_cpu import Options as CpuOptions
         from ..bench.calibrate_cpu import calibrate_cpu
 
-        raise typer.Exit(calibrate_cpu(CpuOptions(out, arch, dry), json=json))
-    if arch is not None:
-        raise typer.BadParameter("--arch goes with --cpu")
+        raise typer.Exit(calibrate_cpu(CpuOptions(out, arch, dry, busy), json=json))
+    if arch is not None or busy:
+        raise typer.BadParameter(f"--{'busy' if arch is None else 'arch'} goes with --cpu")
     from ..bench.calibrate import Options
     from ..bench.calibrate import calibrate as run_calibrate
 
