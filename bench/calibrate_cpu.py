@@ -6,9 +6,9 @@ numbers of tokens, and writes the table that ``auto`` reads: SHARDFUSE_TUNED nam
 In inference the weights of a model take turns, so each comes from as far away as it does there. Calls outside an
 engine may as well find a small model's weights in a cache: there the worse of both cases counts.
 
-It takes a minute and a half. Run it on a machine that does nothing else, with as many threads as a rank will have: how
-quiet the machine is, a known product tells, which is timed again and again between the others. Beside other work its
-slowest calls take several times as long as its fastest, and no table is written.
+It takes two minutes. Run it on a machine that does nothing else, with as many threads as a rank will have: how
+quiet the machine is, a known product tells, which is timed before and after each row. Beside other work its slowest
+calls take several times as long as its fastest: the row is then measured again, and in the end no table is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from json import dumps
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from rich.progress import Progress
@@ -37,6 +37,7 @@ from .harness import provenance
 from .harness.report import DRY_NOTE, write_json
 from .harness.timing import keep_freed_memory
 
+T = TypeVar("T")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 SIDES = ((128, 128), (256, 256), (512, 512), (1024, 512), (1024, 1024), (2048, 1024), (2048, 2048))  # F, D
 SECONDS = 60.0  # for all points together, warming them up included
@@ -45,9 +46,10 @@ SAMPLE_S = 2e-3  # of one side, in one round: a shorter sample finds the caches 
 MARGIN = 1.05
 WEIGHTS, WEIGHTS_BYTES = 64, 64 << 20  # of a model: as many matrices, and no more bytes
 KNOWN, KNOWN_CALLS, KNOWN_S = 512, 60, 1e-3  # the known product's sides, its samples, and how long each lasts
-# By how much its slowest tenth may exceed its fastest: 0.04 to 0.2 on a quiet virtual machine of two cores, 3 and more
-# beside one other busy process.
+# By how much its slowest tenth may exceed its fastest sample: 0.04 to 0.2 on a quiet virtual machine of two cores, 3 or
+# more beside one other busy process.
 BUSY = 0.5
+TRIES = 3  # of a row
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,14 @@ class Options:
     arch: str | None = None
     dry: bool = False
     busy: bool = False
+
+
+class Busy(Exception):
+    """The machine does something else. ``spread`` is that of the known product."""
+
+    def __init__(self, spread: float) -> None:
+        super().__init__(spread)
+        self.spread = spread
 
 
 class Ratio(NamedTuple):
@@ -84,28 +94,22 @@ def calibrate_cpu(options: Options, *, json: bool = False) -> int:
         return 2
     keep_freed_memory()
     origin = provenance.describe(torch.device("cpu")) | {"processor": processor.model()}
-    spreads = [] if options.dry else [spread_of_known() for _ in range(3)]
-    entries: list[tuning.Entry] = []
+    known = None if options.dry or options.busy else Known()
     try:
         with stop_signals(), Progress(console=people, transient=True, disable=not people.is_terminal) as progress:
-            for entry in _measured(options, arch, str(origin["commit"]), progress):
-                entries.append(entry)
-                if not options.dry:
-                    spreads.append(spread_of_known())
-                if _busy(options, spreads):
-                    break
+            entries = list(_measured(options, arch, str(origin["commit"]), known, progress))
     except Stopped as stop:
         people.print(f"stopped; nothing was written{', and the earlier table is as it was' if out.exists() else ''}")
         sys.exit(128 + stop.signum)
-    if _busy(options, spreads):
+    except Busy as busy:
         people.print(
-            f"error: this machine is busy: of {KNOWN_CALLS} equal products the slowest tenth took "
-            f"{1 + statistics.median(spreads):.1f} times as long as the fastest, and {1 + BUSY:.1f} is allowed; "
-            "nothing was written. Stop what else runs here, or write the table nevertheless with --busy",
+            f"error: this machine is busy: the slowest tenth of {KNOWN_CALLS} equal products took "
+            f"{1 + busy.spread:.1f} times as long as the fastest, and {1 + BUSY:.1f} is allowed; nothing was written. "
+            "Stop what else runs here, or write the table nevertheless with --busy",
             style="red", markup=False, soft_wrap=True,
         )  # fmt: skip
         return 1
-    origin |= {"spread": round(statistics.median(spreads), 3)} if spreads else {}
+    origin |= {"spread": round(max(known.spreads), 3)} if known else {"busy": options.busy}
     table = tuning.Table(arch, options.dry, origin, {cpu_tables.OP: cpu_tables.SOURCES}, tuple(entries))
     before = cpu_tables.in_force(arch)
     write_json(out, table.record())
@@ -122,13 +126,10 @@ def calibrate_cpu(options: Options, *, json: bool = False) -> int:
     return 0
 
 
-def _busy(options: Options, spreads: list[float]) -> bool:
-    """Whether the machine is too busy for a table."""
-    return not options.busy and bool(spreads) and statistics.median(spreads) > BUSY
-
-
-def _measured(options: Options, arch: str, commit: str, progress: Progress) -> Iterator[tuning.Entry]:
-    """The table's entries, one after another."""
+def _measured(
+    options: Options, arch: str, commit: str, known: Known | None, progress: Progress
+) -> Iterator[tuning.Entry]:
+    """The table's entries, one after another. Raises Busy."""
     points = [(kind, sides) for kind in cpu_tables.KINDS for sides in SIDES]
     share = 0.0 if options.dry else SECONDS / len(points) / len(TOKENS)
     hashed = tuning.source_hash(cpu_tables.SOURCES)
@@ -136,26 +137,55 @@ def _measured(options: Options, arch: str, commit: str, progress: Progress) -> I
     if options.arch not in (None, processor.architecture()):
         source += f", standing for {arch}"
     bar = progress.add_task("products", total=len(points) * len(TOKENS))
-    for kind, (features, depth) in points:
-        ratios: dict[int, Ratio] = {}
+
+    def row(kind: str, features: int, depth: int) -> dict[int, Ratio]:
+        ratios = {}
         for tokens in TOKENS:
             ratios[tokens] = _ratio(kind, tokens, features, depth, share)
             progress.advance(bar)
+        return ratios
+
+    if known:
+        known.quiet(lambda: None)
+    for kind, (features, depth) in points:
+        measure = partial(row, kind, features, depth)
+        ratios = known.quiet(measure, lambda: progress.advance(bar, -len(TOKENS))) if known else measure()
         measured = {
             "stock over oneDNN, by tokens": {str(tokens): round(r.median, 3) for tokens, r in ratios.items()},
-            "between": {str(tokens): [round(each, 3) for each in r.between] for tokens, r in ratios.items()},
+            "between": {str(tokens): "{:.3f} to {:.3f}".format(*r.between) for tokens, r in ratios.items()},
         }
         config = {"from_tokens": threshold({tokens: ratio.median for tokens, ratio in ratios.items()})}
         bucket = cpu_tables.bucket(kind, features * depth)
         yield tuning.Entry(cpu_tables.OP, bucket, measured, source, hashed, config=config)
 
 
-def spread_of_known() -> float:
-    """By how much the slowest tenth of equal products exceeds the fastest: 0.1 is a tenth of the time."""
-    a, b = torch.ones(KNOWN, KNOWN), torch.ones(KNOWN, KNOWN)
-    calls = max(1, round(KNOWN_S / min(_timed(lambda: a @ b) for _ in range(5))))
-    times = sorted(_timed(lambda: a @ b, calls) for _ in range(KNOWN_CALLS))
-    return times[-1 - KNOWN_CALLS // 10] / times[KNOWN_CALLS // 10] - 1
+class Known:
+    """The known product, and what it told so far: see the module."""
+
+    def __init__(self) -> None:
+        self._a, self._b = torch.ones(KNOWN, KNOWN), torch.ones(KNOWN, KNOWN)
+        self._best = math.inf
+        self.spreads: list[float] = []  # of what counted
+
+    def quiet(self, measure: Callable[[], T], again: Callable[[], object] = lambda: None) -> T:
+        """What ``measure`` returns on a quiet machine; ``again`` is called before it is tried again. Raises Busy."""
+        for _ in range(TRIES):
+            found, spread = measure(), self.spread()
+            if spread <= BUSY:
+                self.spreads.append(spread)
+                return found
+            again()
+        raise Busy(spread)
+
+    def spread(self) -> float:
+        """By how much the slowest tenth of equal products exceeds the fastest so far: 0.1 is a tenth of the time."""
+        calls = max(1, round(KNOWN_S / min(_timed(self._product) for _ in range(5))))
+        times = sorted(_timed(self._product, calls) for _ in range(KNOWN_CALLS))
+        self._best = min(self._best, times[0])
+        return times[-1 - KNOWN_CALLS // 10] / self._best - 1
+
+    def _product(self) -> object:
+        return self._a @ self._b
 
 
 def threshold(ratios: dict[int, float]) -> int:

@@ -18,7 +18,7 @@ SOURCES = ("linear/onednn.py", "runtime/onednn.py")
 KINDS = ("train", "packed", "packed_act", "served", "served_act")
 NEVER = 1 << 62
 _BITS = {"other": 128, "avx2": 256, "avx512": 512}  # of a vector
-_HOW = "`shardfuse bench calibrate --cpu` measures one in a minute and a half"
+_HOW = "`shardfuse bench calibrate --cpu` measures one in two minutes"
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def measured(path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict
     """A whole run with tiny sizes and a clock of its own: oneDNN is twice as fast from four tokens on."""
     ratio = lambda kind, tokens, features, depth, seconds: 2.0 if tokens >= 4 and kind != "packed" else 0.5
     monkeypatch.setattr(calibrate_cpu, "_ratio", lambda *call: Ratio(ratio(*call), (ratio(*call), ratio(*call))))
-    monkeypatch.setattr(calibrate_cpu, "spread_of_known", lambda: 0.1)
+    monkeypatch.setattr(calibrate_cpu.Known, "spread", lambda self: 0.1)
     done = CliRunner().invoke(app, ["bench", "calibrate", "--cpu", "--out", str(path), "--json", *options])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -229,7 +229,7 @@ def calibrate(
 ) -> None:
     """Measure this node's links and write a profile, by which layers choose how to overlap (SHARDFUSE_LINKS).
 
-    With --cpu it measures matrix products instead, in a minute and a half, and writes a table for SHARDFUSE_TUNED.
+    With --cpu it measures matrix products instead, in two minutes, and writes a table for SHARDFUSE_TUNED.
     """
     if cpu:
         from ..bench.calibrate_cpu import Options as CpuOptions
