@@ -56,19 +56,17 @@ class InForce(NamedTuple):
             return f"no table says where oneDNN is faster on this processor ({self.arch}); {_HOW}"
         if self.own:
             return f"the table of {self.arch}, measured on {self.tables[0].on}"
-        *others, last = [f"{each.arch} (measured on {each.on})" for each in self.tables]
-        names = f"{', '.join(others)} and {last}, where they agree" if others else last
-        return f"{self.arch} has no table, so it takes that of {names}; {_HOW}"
+        names = ", ".join(f"{each.arch} (measured on {each.on})" for each in self.tables)
+        return f"{self.arch} has no table: oneDNN takes what its vendor's all give it, {names}; {_HOW}"
 
     def why(self, kind: str, bits: int) -> str:
         """Why a product whose weight has ``bits`` bits in its size runs as it does, for a reader."""
-        says = {each.arch: _from(each.thresholds[kind][bits]) for each in self.tables}
         if self.own:
             return self.tables[0].sources[kind]
-        if len(set(says.values())) > 1:
-            found = "; ".join(f"{arch} {tokens}" for arch, tokens in says.items())
-            return f"the tables of this vendor's processors disagree on where oneDNN is faster: {found}; {_HOW}"
-        return f"as on {', '.join(f'{each.arch} ({each.on})' for each in self.tables)}; {_HOW}"
+        says = ", ".join(
+            f"{each.arch} (measured on {each.on}) {_from(each.thresholds[kind][bits])}" for each in self.tables
+        )
+        return f"{self.arch} has no table, and oneDNN takes what its vendor's all give it: {says}; {_HOW}"
 
 
 def _from(tokens: int) -> str:

@@ -62,11 +62,14 @@ def model() -> str:
     return f"{name} ({', '.join(known)})" if known else name
 
 
+CPUINFO = Path("/proc/cpuinfo")
+
+
 @functools.cache
 def _facts() -> dict[str, str]:
     """What Linux tells of the first core; elsewhere nothing."""
     try:
-        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+        first = CPUINFO.read_text().partition("\n\n")[0]
     except OSError:
         return {}
     pairs = (line.partition(":") for line in first.splitlines())

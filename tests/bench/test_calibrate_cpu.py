@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -87,6 +91,88 @@ def test_the_path_with_real_calls_and_a_table_that_is_refused(tmp_path: Path, mo
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     with pytest.raises(ValueError, match="written by a dry run"):
         tuning.tables(processor.architecture())
+
+
+def test_a_disturbed_row_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And the known product's figure of what counted is kept."""
+    spreads = itertools.chain([0.1, 0.1, 9.0, 3.0, 0.2], itertools.repeat(0.1))
+    calls: list[tuple[str, int]] = []
+
+    def ratio(kind: str, tokens: int, *_: object) -> Ratio:
+        calls.append((kind, tokens))
+        return Ratio(1.0, (1.0, 1.0))
+
+    monkeypatch.setattr(calibrate_cpu, "_ratio", ratio)
+    monkeypatch.setattr(calibrate_cpu.Known, "spread", lambda self: next(spreads))
+    path = tmp_path / "mine.json"
+    done = CliRunner().invoke(app, ["bench", "calibrate", "--cpu", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    rows = len(cpu_tables.KINDS) * len(calibrate_cpu.SIDES)
+    assert len(calls) == (rows + 2) * len(calibrate_cpu.TOKENS)
+    table = json.loads(path.read_text())
+    assert table["origin"]["spread"] == 0.2
+    assert len(table["entries"]) == rows
+
+
+def test_a_busy_machine_writes_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibrate_cpu, "_ratio", lambda *call: Ratio(1.0, (1.0, 1.0)))
+    monkeypatch.setattr(calibrate_cpu.Known, "spread", lambda self: 2.0)
+    path = tmp_path / "mine.json"
+    command = ["bench", "calibrate", "--cpu", "--out", str(path)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "took 3.0 times as long as the fastest, and 1.5 is allowed; nothing was written" in done.output
+    assert not path.exists()
+    assert CliRunner().invoke(app, [*command, "--busy"]).exit_code == 0
+    assert json.loads(path.read_text())["origin"]["busy"] is True
+
+
+def test_the_known_product_tells_other_work_from_none(monkeypatch: pytest.MonkeyPatch):
+    """By a clock of its own: of ten samples one is delayed, or three are."""
+    for delayed, expected in ((1, 0.0), (3, 4.0)):
+        samples = itertools.cycle([5e-3] * delayed + [1e-3] * (10 - delayed))
+        monkeypatch.setattr(calibrate_cpu, "_timed", lambda call, calls=1, samples=samples: next(samples))
+        assert calibrate_cpu.Known().spread() == pytest.approx(expected)
+
+
+def test_a_signal_leaves_the_earlier_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def stop(*_: object) -> Ratio:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the signal did not stop it")
+
+    path = tmp_path / "mine.json"
+    measured(path, monkeypatch)
+    before = path.read_bytes()
+    monkeypatch.setattr(calibrate_cpu, "_ratio", stop)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        done = CliRunner().invoke(app, ["bench", "calibrate", "--cpu", "--out", str(path)])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert done.exit_code == 130
+    assert "nothing was written, and the earlier table is as it was" in done.output
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_it_says_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Against the table in force: here one that calls oneDNN faster from four tokens on, but for packed weights."""
+    path = tmp_path / "mine.json"
+    measured(path, monkeypatch)
+    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    tuning.forget()
+    try:
+        before = cpu_tables.in_force(processor.architecture())
+        entries = list(tuning.read(path).entries)
+        assert "It says what" in str(calibrate_cpu._changes(before, entries))
+        row = next(each for each in entries if each.bucket == cpu_tables.bucket("served", 512 * 512))
+        entries[entries.index(row)] = dataclasses.replace(row, config={"from_tokens": 32})
+        changes = calibrate_cpu._changes(before, entries)
+        assert changes.caption.startswith("1 of 35 rows differ")
+        assert [*map(str, *changes.rows)] == ["served", "512 x 512", "from 4 tokens", "from 32 tokens"]
+    finally:
+        monkeypatch.delenv(tuning.VARIABLE)
+        tuning.forget()
 
 
 def test_another_files_content_is_kept(tmp_path: Path):

@@ -119,6 +119,7 @@ def _asked_of_torch() -> dict[str, Any]:
         import torch
 
         from ..kernels.dev import registry
+        from ..kernels.linear import cpu
         from ..kernels.runtime import dispatch, launcher
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -129,6 +130,7 @@ def _asked_of_torch() -> dict[str, Any]:
             "triton interpreter": "on" if dispatch.interpreting() else "off",
             "kernels launched by": launcher.said(),
             "threads": str(torch.get_num_threads()),
+            "oneDNN on this cpu": cpu.said(),
             f"{OPS} {device}": {name: _choice(name, device) for name in sorted(registry.ops())},
         }
     except Exception as error:  # the report of a broken installation matters most
