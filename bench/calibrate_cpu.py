@@ -2,7 +2,8 @@
 
 For each kind of call and size of weight of ``kernels/linear/cpu.py`` it times both implementations, interleaved, over
 numbers of tokens, and writes the table that ``auto`` reads: SHARDFUSE_TUNED names it for a job, and copied to
-``kernels/tuned/<processor>.json`` it ships. oneDNN is to win at that number of tokens and all larger ones, by a margin.
+``kernels/tuned/<processor>.json`` it ships. oneDNN is to win at that number of tokens by a margin, and to be no slower
+at any larger one.
 In inference the weights of a model take turns, so each comes from as far away as it does there. Calls outside an
 engine may as well find a small model's weights in a cache: there the worse of both cases counts.
 
@@ -189,12 +190,15 @@ class Known:
 
 
 def threshold(ratios: dict[int, float]) -> int:
-    """From how many tokens on oneDNN wins at every measured number of them; 0: not even at the largest."""
+    """From how many tokens on oneDNN is taken: it wins there by MARGIN, and at no larger number of them is it slower.
+
+    0: never.
+    """
     found = 0
     for tokens, ratio in sorted(ratios.items(), reverse=True):
-        if ratio < MARGIN:
+        if ratio < 1:
             break
-        found = tokens
+        found = tokens if ratio >= MARGIN else found
     return found
 
 

@@ -34,12 +34,22 @@ RESULT = Path(suite.__file__).parents[1] / "results" / "cpu" / "amd-zen5" / "one
     [
         ({1: 2.0, 8: 1.5, 64: 1.1}, 1),
         ({1: 2.0, 8: 0.9, 64: 1.1}, 64),
-        ({1: 2.0, 8: 1.5, 64: 1.01}, 0),
+        ({1: 2.0, 8: 1.5, 64: 1.01}, 1),
+        ({1: 1.02, 8: 1.06, 64: 1.0}, 8),
+        ({1: 2.0, 8: 1.5, 64: 0.99}, 0),
+        ({1: 1.04, 64: 1.04}, 0),
         ({1: 0.5, 8: 1.06, 64: 3.0}, 8),
     ],
 )
-def test_it_wins_from_where_on_it_always_wins(ratios: dict[int, float], expected: int):
+def test_it_wins_from_where_on_it_never_loses(ratios: dict[int, float], expected: int):
     assert threshold(ratios) == expected
+
+
+@pytest.mark.parametrize("path", sorted(tuning.SHIPPED.glob("x86_64-*.json")), ids=lambda path: path.stem)
+def test_what_ships_follows_from_what_was_measured(path: Path):
+    for entry in tuning.read(path).entries:
+        ratios = entry.measured["stock over oneDNN, by tokens"]
+        assert entry.config == {"from_tokens": threshold({int(tokens): ratio for tokens, ratio in ratios.items()})}
 
 
 def measured(path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict:
