@@ -221,8 +221,8 @@ def test_the_other_process_runs_the_case_and_ends():
     assert child.wait(60) != 0
 
 
-# What the committed result misses, as docs/cpu.md tells: `auto` reads a table of an earlier day.
-MISSED = ["mlp-step-t1-d256-f1024", "mlp-inference-t4-d256-f1024", "mlp-inference-t8-d256-f1024"]
+# What the committed result misses, as docs/cpu.md tells.
+MISSED = ["mlp-inference-t4-d256-f1024", "mlp-inference-t8-d256-f1024"]
 
 
 def test_the_committed_result_meets_its_targets_but_those_told():
