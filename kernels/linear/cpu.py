@@ -88,7 +88,8 @@ def _offer(kind: str, size: int | None, dtype: torch.dtype, won: bool) -> OneDNN
     tokens, why = thresholds[size.bit_length()], decides.why(asked, size.bit_length())
     if tokens == NEVER:
         return OneDNN(why=f"torch's own product is faster ({why})" if decides.own else f"torch's own product: {why}")
-    return OneDNN(None, won, f"faster from {tokens} tokens on, the reference for fewer ({why})")
+    when = "faster" if tokens == 1 else f"faster from {tokens} tokens on, the reference for fewer"
+    return OneDNN(None, won, f"{when} ({why})")
 
 
 def fingerprint() -> str:

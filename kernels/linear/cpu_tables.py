@@ -70,7 +70,7 @@ class InForce(NamedTuple):
 
 
 def _from(tokens: int) -> str:
-    return "never" if tokens == NEVER else f"from {tokens} tokens on"
+    return {NEVER: "never", 1: "always"}.get(tokens, f"from {tokens} tokens on")
 
 
 def in_force(arch: str) -> InForce:
