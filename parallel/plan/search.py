@@ -1,7 +1,6 @@
 """The quickest layouts that fit: enumerate, drop what is too slow, and ask of the rest what they hold.
 
-The search is exhaustive over its :class:`Space`, but for four rules. The last one supposes that the host's link is
-slower than the network; the others cannot lose the best layout:
+The search is exhaustive over its :class:`Space`, but for three rules, which cannot lose the best layout:
 
     less recomputation      it only costs time: where a layout fits without, or is too slow without, it is not tried
                             with it; the same holds for no sequence parallelism, where sequence parallelism divides
@@ -10,7 +9,6 @@ slower than the network; the others cannot lose the best layout:
                             first, and where a bound is slower than what was found, all of those are skipped
     one of each mesh        of the layouts with the same degrees only the quickest is kept, so that the few that are
                             shown differ
-    offloading              is tried with less recomputation than what fits without offloading
 """
 
 from __future__ import annotations
@@ -168,7 +166,7 @@ class Search:
 
     def divides(self) -> bool:
         """Whether any layout divides model, batch and GPUs, be there memory for it or not."""
-        return any(self._tried(*at, lambda layout: True) for at in self._meshes())
+        return any(True for at in self._meshes() for _ in self._tried(*at, lambda layout: True))
 
     @staticmethod
     def _worst(best: dict[Mesh, Found], mesh: Mesh, count: int) -> float:
@@ -207,24 +205,18 @@ class Search:
         """What ``judge`` says of each layout worth trying: whether it fits; None where it is too slow."""
         shares = mesh[3]
         for schedule in self._schedules(mesh[1], self.batch // shares // micro):
-            recomputations = self.space.recomputations
             for offload in sorted(self.space.offload):
-                fitting = len(recomputations)
                 for zero, dp in itertools.product(self.space.zero, self._shards(shares)):
                     if (zero == 0 and dp != shares) or (zero == 3 and splits(schedule[0])):
                         continue
                     # ZeRO over one rank shards nothing: it serves to bring offloaded weights block by block.
                     if (zero and dp * mesh[2] == 1 and not (offload and zero == 3)) or (offload and not zero):
                         continue
-                    layouts = self._cheapest(mesh, micro, schedule, zero, dp, offload, recomputations)
-                    for index, layout in enumerate(layouts):
+                    for layout in self._cheapest(mesh, micro, schedule, zero, dp, offload):
                         fit = judge(layout)
                         yield fit
-                        if fit:
-                            fitting = min(fitting, index)
                         if fit is not False:
                             break
-                recomputations = recomputations[:fitting]
 
     def _cheapest(
         self,
@@ -234,11 +226,10 @@ class Search:
         zero: int,
         dp: int,
         offload: bool,
-        recomputations: list[Recompute],
     ) -> Iterator[Layout]:
         """Layouts that keep less and less and take longer and longer."""
         tp, pp, cp, shares = mesh
-        for recompute, mlp_recompute in recomputations:
+        for recompute, mlp_recompute in self.space.recomputations:
             for parallel in (True, False) if tp > 1 else (False,):
                 layout = Layout(
                     tp, pp, cp, dp, shares // dp, schedule[1], zero, micro, self.batch, self.length, parallel,

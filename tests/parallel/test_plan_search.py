@@ -17,6 +17,7 @@ from shardfuse.parallel.plan.search import SCHEDULES, Search, Space, smallest, s
 from shardfuse.parallel.plan.shapes import ModelShape
 from shardfuse.parallel.plan.software import MEGATRON, OURS
 from shardfuse.parallel.plan.traffic import traffic
+from shardfuse.planning import plan
 
 SMALL = ModelShape("small", 2048, 8, 16, 8, 5632, 32000, gated=True)
 
@@ -114,6 +115,7 @@ def test_layouts_whose_states_are_too_large_are_not_examined(monkeypatch: pytest
     monkeypatch.setattr(memory, "predict", lambda *_: pytest.fail("a layout was examined"))
     search = _search(shapes.find("gpt-1t"), "h100", 8, 64)
     assert search.divides()
+    assert not _search(SMALL, "a100", 6, 6, space=Space(tp=(3,))).divides()  # 16 heads
     assert not search.fits()
 
 
@@ -191,8 +193,8 @@ def test_a_filled_pipeline_keeps_no_more(schedule: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_fullest_moment_is_that_of_the_order(schedule: str) -> None:
     """Stepping through the passes of a rank, with stages that keep different amounts."""
-    sizes, early = (7.0, 5.0), (2.0, 0.5)
-    for pp, microbatches in itertools.product((2, 3, 5), (1, 2, 5, 10, 15)):
+    kept_by = [((7.0, 5.0), (2.0, 0.5)), ((7.0, 5.0), (7.0, 5.0)), ((1.0, 9.0), (0.0, 9.0)), ((9.0, 1.0), (9.0, 0.0))]
+    for pp, microbatches, (sizes, early) in itertools.product((2, 3, 5), (1, 2, 5, 10, 15), kept_by):
         layout = Layout(pp=pp, batch=microbatches, schedule=schedule, interleave=1 if schedule == "1f1b" else 2)
         try:
             ranks = order(schedule, pp, microbatches)
@@ -206,6 +208,39 @@ def test_the_fullest_moment_is_that_of_the_order(schedule: str) -> None:
                 kept += {"F": whole, "B": -whole, "I": -part, "W": part - whole}[todo.kind]
                 most = max(most, kept)
             assert stages.fullest(sizes[: len(own)], early[: len(own)], layout, rank)[0] == most, (pp, rank)
+
+
+@pytest.mark.parametrize("length", [2048, 2047])
+def test_the_search_times_each_layout_as_it_is(length: int) -> None:
+    """Also where sequence parallelism, which the bound supposes, does not divide the tokens."""
+    search = _search(SMALL, "a100", 8, 32, length=length, space=Space(tp=(1, 2, 4), micro=(1,)))
+    found = search.best(20).found
+    assert {each.layout.sequence_parallel for each in found if each.layout.tp > 1} == {length == 2048, True}
+    for each in found:
+        took = step_time.predict(SMALL, each.layout, search.cluster, search.software, search.efficiency)
+        assert each.time == took
+
+
+def test_no_layout_is_quicker_than_its_bound() -> None:
+    search = _search(SMALL, "a100", 8, 32)
+    compared = 0
+    for mesh, micro in search._meshes():
+        layouts: list[Layout] = []
+        list(search._tried(mesh, micro, layouts.append))
+        for layout in layouts:
+            took = step_time.predict(SMALL, layout, search.cluster, search.software, search.efficiency)
+            assert took.total >= search._least(mesh, micro).seconds * (1 - 1e-12)
+        compared += len(layouts)
+    assert compared > 100
+
+
+def test_a_choice_that_allows_the_best_layout_finds_it() -> None:
+    """Offloaded, because the network is slow: what else was found, and when, must not matter."""
+    choices: dict[str, Any] = {"batch": 256, "seq": 1000, "network": "pcie-5,ethernet-100", "tp": 32, "pp": 1}
+    best = plan("gpt-310b", gpus=256, mlp_recompute=0, **choices).best
+    assert best.layout.offload
+    narrow = plan("gpt-310b", gpus=256, mlp_recompute=0, micro=best.layout.micro, **choices).best
+    assert narrow == best
 
 
 def test_what_a_rank_sends_is_the_closed_form() -> None:

@@ -69,7 +69,7 @@ def plan(
         ),
     ] = None,
     offload: Annotated[
-        bool | None, typer.Option("--offload/--no-offload", help="Default: only if nothing else fits.")
+        bool | None, typer.Option("--offload/--no-offload", help="Default: where nothing else fits, or is as quick.")
     ] = None,
     count: Annotated[int, typer.Option(help="Number of layouts to show.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Write the best layout as a TOML file for shardfuse train.")] = None,
