@@ -19,6 +19,7 @@ import itertools
 import math
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -83,13 +84,16 @@ class Ratio(NamedTuple):
 def calibrate_cpu(options: Options, *, json: bool = False) -> int:
     """Measure, print and write; returns the exit code.
 
-    0: done. 1: the machine is busy, and nothing was written. 2: oneDNN cannot run here, or ``out`` is another's. A
-    signal to stop exits as it should, and leaves an earlier file as it was.
+    0: done. 1: the machine is busy, and nothing was written. 2: oneDNN cannot run here, or ``out`` is another's or
+    cannot be written. A signal to stop exits as it should, and leaves an earlier file as it was. ValueError for an
+    ``arch`` that is no processor's name, and for a broken table in force.
     """
     people = console(stderr=True)
     arch = options.arch or processor.architecture()
     out = options.out or Path(f"shardfuse-tuned-{arch}.json")
-    why = onednn.why_not(torch.float32) or _not_ours(out, arch)
+    cpu_tables.check_name(arch)
+    before = cpu_tables.in_force(arch)
+    why = onednn.why_not(torch.float32) or _not_ours(out, arch) or _not_writable(out)
     if why:
         people.print(f"error: {why}", style="red", markup=False, soft_wrap=True)
         return 2
@@ -112,7 +116,6 @@ def calibrate_cpu(options: Options, *, json: bool = False) -> int:
         return 1
     origin |= {"spread": round(max(known.spreads), 3)} if known else {"busy": options.busy}
     table = tuning.Table(arch, options.dry, origin, {cpu_tables.OP: cpu_tables.SOURCES}, tuple(entries))
-    before = cpu_tables.in_force(arch)
     write_json(out, table.record())
     if json:
         print(dumps({"table": str(out), **table.record()}))
@@ -206,6 +209,8 @@ def _not_ours(out: Path, arch: str) -> str | None:
     """Why ``out`` must not be overwritten, or None."""
     if not out.exists():
         return None
+    if out.is_dir():
+        return f"{out} is a folder; name a file in it with --out"
     try:
         table = tuning.read(out)
     except ValueError as error:
@@ -213,6 +218,16 @@ def _not_ours(out: Path, arch: str) -> str | None:
     if table.arch != arch or set(table.sources) - {cpu_tables.OP}:
         return f"{out} holds a table of {table.arch} for {', '.join(table.sources)}; name another file with --out"
     return None
+
+
+def _not_writable(out: Path) -> str | None:
+    """Why ``out`` cannot be written, asked before two minutes of measuring; or None."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            return None
+    except OSError as error:
+        return f"{out} cannot be written ({error.strerror}); name another file with --out"
 
 
 def _ratio(kind: str, tokens: int, features: int, depth: int, seconds: float) -> Ratio:

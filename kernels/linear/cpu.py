@@ -89,7 +89,7 @@ def _offer(kind: str, size: int | None, dtype: torch.dtype, won: bool) -> OneDNN
     if tokens == NEVER:
         return OneDNN(why=f"torch's own product is faster ({why})" if decides.own else f"torch's own product: {why}")
     when = "faster" if tokens == 1 else f"faster from {tokens} tokens on, the reference for fewer"
-    return OneDNN(None, won, f"{when} ({why})")
+    return OneDNN(None, won, f"{when} ({why})" if decides.own else f"{when}: {why}")
 
 
 def fingerprint() -> str:

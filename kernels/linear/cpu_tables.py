@@ -1,13 +1,13 @@
 """Which measurements decide on a processor: its own table, or what the tables of its vendor's others agree on.
 
-A processor without a table (``runtime/tuning.py``) takes those of the same machine, vendor and library of stock
-products (``runtime/processor.py``). They are of other cores, so oneDNN takes only what every one of them gives it: with
-each kind of call, size of weight and number of tokens. What they disagree on stays torch's.
+A processor without a table (``runtime/tuning.py``) takes the shipped ones of the same machine, vendor and library of
+stock products (``runtime/processor.py``). They are of other cores, so oneDNN takes only what every one of them gives
+it: of each kind of call, size of weight and number of tokens. What they disagree on stays torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ SOURCES = ("linear/onednn.py", "runtime/onednn.py")
 KINDS = ("train", "packed", "packed_act", "served", "served_act")
 NEVER = 1 << 62
 _BITS = {"other": 128, "avx2": 256, "avx512": 512}  # of a vector
+NAMED = f"a machine, a vendor, {', '.join(_BITS)} and a library: x86_64-amd-avx2-mkl"
 _HOW = "`shardfuse bench calibrate --cpu` measures one in two minutes"
 
 
@@ -57,7 +58,10 @@ class InForce(NamedTuple):
         if self.own:
             return f"the table of {self.arch}, measured on {self.tables[0].on}"
         names = ", ".join(f"{each.arch} (measured on {each.on})" for each in self.tables)
-        return f"{self.arch} has no table: oneDNN takes what its vendor's all give it, {names}; {_HOW}"
+        whose = (
+            f"those of its vendor's others, where they agree: {names}" if len(self.tables) > 1 else f"that of {names}"
+        )
+        return f"{self.arch} has no table and takes {whose}; {_HOW}"
 
     def why(self, kind: str, bits: int) -> str:
         """Why a product whose weight has ``bits`` bits in its size runs as it does, for a reader."""
@@ -66,7 +70,7 @@ class InForce(NamedTuple):
         says = ", ".join(
             f"{each.arch} (measured on {each.on}) {_from(each.thresholds[kind][bits])}" for each in self.tables
         )
-        return f"{self.arch} has no table, and oneDNN takes what its vendor's all give it: {says}; {_HOW}"
+        return f"{self.arch} has no table; by its vendor's others oneDNN is faster on {says}; {_HOW}"
 
 
 def _from(tokens: int) -> str:
@@ -74,47 +78,71 @@ def _from(tokens: int) -> str:
 
 
 def in_force(arch: str) -> InForce:
-    """What decides on ``arch``: the user's table (SHARDFUSE_TUNED) over the shipped one, or its relatives'."""
-    names = [arch] if tuning.entries(arch, OP) else relatives(arch)
-    tables = tuple(map(_measured, names))
+    """What decides on ``arch``: the user's table (SHARDFUSE_TUNED) over the shipped one, or what ships for relatives.
+
+    ValueError names a table that is broken.
+    """
+    own = list(filter(_has_products, tuning.tables(arch).values()))
+    tables = (_measured(own),) if own else tuple(_measured([each]) for each in relatives(arch))
     kinds = KINDS if tables else ()
     return InForce(
         arch, {kind: [*map(max, zip(*(each.thresholds[kind] for each in tables)))] for kind in kinds}, tables
     )
 
 
-def relatives(arch: str) -> list[str]:
-    """The processors with a table of the same machine, vendor and library, the nearest width of vectors first."""
-    machine, vendor, _, library, *_ = arch.split("-")
-    if "other" in (vendor, library):  # two of those have nothing in common
+def relatives(arch: str) -> list[tuning.Table]:
+    """The shipped tables of the same machine, vendor and library, the nearest width of vectors first."""
+    if _same(arch) is None:
         return []
-    stems = (path.stem for path in tuning.SHIPPED.glob(f"{machine}-{vendor}-*.json"))
-    others = [stem for stem in stems if stem.split("-")[3:4] == [library] and tuning.entries(stem, OP)]
-    return sorted(others, key=lambda other: (abs(_width(other) - _width(arch)), other))
+    paths = (path for path in tuning.SHIPPED.glob("*.json") if _same(path.stem) == _same(arch))
+    found = [table for table in map(tuning.read, sorted(paths)) if _has_products(table) and not table.dry]
+    return sorted(found, key=lambda table: abs(_width(table.arch) - _width(arch)))
+
+
+def _has_products(table: tuning.Table) -> bool:
+    return any(entry.op == OP for entry in table.entries)
+
+
+def _same(arch: str) -> tuple[str, str, str] | None:
+    """Machine, vendor and library, which relatives have in common; None for a name that has none."""
+    parts = arch.split("-")
+    if len(parts) < 4 or "other" in (parts[1], parts[3]):  # two of those have nothing in common
+        return None
+    return parts[0], parts[1], parts[3]
+
+
+def check_name(arch: str) -> None:
+    """ValueError for what is no processor's name: see ``processor.architecture``."""
+    parts = arch.split("-")
+    if len(parts) not in (4, 5) or not all(parts) or parts[2] not in _BITS:
+        raise ValueError(f"processor {arch!r}: expected {NAMED}")
 
 
 def _width(arch: str) -> int:
     """The bits that a core's vector units work on at a time: Zen 4 takes AVX-512's in two halves."""
     _, _, vectors, _, *core = arch.split("-")
-    return _BITS[vectors] // (2 if core else 1)
+    return _BITS.get(vectors, 0) // (2 if core else 1)
 
 
-def _measured(arch: str) -> Measured:
-    entries = tuning.entries(arch, OP)
-    tables = tuning.tables(arch).values()
-    found = {entry.bucket for entry in entries}
-    kinds = {kind: _standing_in(kind, found) for kind in KINDS}
-    sources = {entry.bucket.partition("-")[0]: entry.source for entry in entries}
-    on = next((str(table.origin["processor"]) for table in reversed(tables) if "processor" in table.origin), arch)
+def _measured(tables: Sequence[tuning.Table]) -> Measured:
+    """What tables of one processor say, a later one in place of an earlier, entry by entry."""
+    entries = {entry.bucket: entry for table in tables for entry in table.entries if entry.op == OP}
+    kinds = {kind: _standing_in(kind, entries) for kind in KINDS}
+    sources = {bucket.partition("-")[0]: entry.source for bucket, entry in entries.items()}
+    origin, arch = tables[-1].origin, tables[-1].arch
+    on = str(origin.get("processor", arch))
+    if any(source.endswith(f"standing for {arch}") for source in sources.values()):
+        on += ", which stood in for it"
+    configs = {bucket: tuning.config_of(entry, CpuConfig) for bucket, entry in entries.items() if entry.config}
     return Measured(
         arch,
         on,
-        {kind: _by_bits(arch, each, found) for kind, each in kinds.items()},
+        {kind: _by_bits(each, configs) for kind, each in kinds.items()},
         {kind: sources.get(each, "") for kind, each in kinds.items()},
     )
 
 
-def _standing_in(kind: str, found: set[str]) -> str:
+def _standing_in(kind: str, found: Iterable[str]) -> str:
     """The kind of which a table with the buckets ``found`` has measurements, for ``kind``."""
     return kind if any(each.startswith(f"{kind}-") for each in found) else kind.replace("served", "packed")
 
@@ -124,14 +152,12 @@ def bucket(kind: str, features: int) -> str:
     return f"{kind}-fp32-s{features.bit_length() - 1}"
 
 
-def _by_bits(arch: str, kind: str, found: set[str]) -> list[int]:
-    sizes = sorted(size for size in range(64) if bucket(kind, 1 << size) in found)
+def _by_bits(kind: str, configs: Mapping[str, CpuConfig]) -> list[int]:
+    sizes = sorted(size for size in range(64) if bucket(kind, 1 << size) in configs)
     thresholds = [NEVER] * 65
     for bits in range(1, 65):
         if sizes:
             size = min(max(bits - 1, sizes[0]), sizes[-1])
             measured = max((each for each in sizes if each <= size), default=sizes[0])
-            config = tuning.lookup(arch, OP, bucket(kind, 1 << measured), CpuConfig)
-            if config is not None and config.from_tokens:
-                thresholds[bits] = config.from_tokens
+            thresholds[bits] = configs[bucket(kind, 1 << measured)].from_tokens or NEVER
     return thresholds

@@ -22,7 +22,7 @@ def architecture() -> str:
     facts = _facts()
     vendor = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(facts.get("vendor_id", ""), "other")
     flags = set(facts.get("flags", "").split())
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").strip().upper()
     narrow = limit.startswith(("AVX2", "SSE")) or limit == "AVX"
     vectors = "avx512" if "avx512f" in flags and not narrow else "avx2" if "avx2" in flags else "other"
     parts = [platform.machine() or "unknown", vendor, vectors, "mkl" if torch.backends.mkl.is_available() else "other"]
@@ -69,7 +69,7 @@ CPUINFO = Path("/proc/cpuinfo")
 def _facts() -> dict[str, str]:
     """What Linux tells of the first core; elsewhere nothing."""
     try:
-        first = CPUINFO.read_text().partition("\n\n")[0]
+        first = CPUINFO.read_text(errors="replace").partition("\n\n")[0]
     except OSError:
         return {}
     pairs = (line.partition(":") for line in first.splitlines())

@@ -194,7 +194,7 @@ def _entries(arch: str) -> dict[tuple[str, str], Entry]:
 @functools.cache
 def _configs(arch: str, op: str, kind: type[Any]) -> dict[str, Any]:
     """Every configuration of one op by bucket."""
-    return {entry.bucket: _make(entry, kind) for entry in _of(arch, op) if entry.config is not None}
+    return {entry.bucket: config_of(entry, kind) for entry in _of(arch, op) if entry.config is not None}
 
 
 @functools.cache
@@ -211,7 +211,8 @@ def _of(arch: str, op: str) -> Iterable[Entry]:
     return (entry for entry in _entries(arch).values() if entry.op == op)
 
 
-def _make(entry: Entry, kind: type[Any]) -> Any:
+def config_of(entry: Entry, kind: type[Any]) -> Any:
+    """The configuration of an entry that has one. ValueError names the entry and the field that is wrong."""
     assert entry.config is not None
     types = typing.get_type_hints(kind)
     defaults = {each.name: each.default for each in dataclasses.fields(kind) if each.default is not dataclasses.MISSING}

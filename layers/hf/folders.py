@@ -43,6 +43,7 @@ from .reading import (
     StrPath,
     check_regular,
     compare,
+    dtype_name,
     explained,
     read_config,
     read_hf_config,
@@ -388,12 +389,13 @@ def _read_config(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, 
 
 def _dtype_in(directory: Path, raw: dict[str, Any]) -> torch.dtype:
     with explained(directory / CONFIG):
-        return _dtype(raw)
+        return dtype_of(raw)
 
 
-def _dtype(raw: dict[str, Any]) -> torch.dtype:
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    dtype = getattr(torch, name.removeprefix("torch."), None)
+def dtype_of(raw: dict[str, Any]) -> torch.dtype:
+    """The dtype that config.json names; ValueError for one that torch does not have, or that is no float."""
+    name = dtype_name(raw)
+    dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype={name!r}: expected a floating-point type such as float32 or bfloat16")
     return dtype

@@ -16,6 +16,7 @@ from .config import CHECKSUMS, CHECKSUMS_FORMAT, CONFIG, WEIGHTS, config_from_hf
 from .plain import check_plain, check_there
 
 StrPath = str | os.PathLike[str]
+_USUAL = ("float32", "bfloat16", "float16", "float64")
 REMEDY = f"export or copy the folder again, or delete {CHECKSUMS} there if the change was intended"
 
 
@@ -43,7 +44,17 @@ def read_config(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, A
     check_there(directory, f"{CONFIG} and weights")
     raw = read_json(directory / CONFIG, sums)
     with explained(directory / CONFIG):
-        return raw, config_from_hf(raw)
+        config = config_from_hf(raw)
+        if dtype_name(raw) not in _USUAL:
+            from .folders import dtype_of  # torch knows them all
+
+            dtype_of(raw)
+        return raw, config
+
+
+def dtype_name(raw: dict[str, Any]) -> str:
+    """The dtype that config.json names, as torch calls it."""
+    return str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def read_sums(directory: Path) -> checked.Sums | None:

@@ -145,6 +145,47 @@ def test_the_known_product_tells_other_work_from_none(monkeypatch: pytest.Monkey
         assert calibrate_cpu.Known().spread() == pytest.approx(expected)
 
 
+def test_a_machine_that_became_slow_as_a_whole_is_busy(monkeypatch: pytest.MonkeyPatch):
+    """The fastest sample so far counts, not that of the moment."""
+    now = [1e-3]
+    monkeypatch.setattr(calibrate_cpu, "_timed", lambda call, calls=1: now[0])
+    known = calibrate_cpu.Known()
+    assert known.spread() == pytest.approx(0.0)
+    now[0] = 3e-3
+    assert known.spread() == pytest.approx(2.0)
+    now[0] = 1e-3
+    assert known.spread() == pytest.approx(0.0)
+
+
+def test_the_worse_of_cache_and_memory_counts(monkeypatch: pytest.MonkeyPatch):
+    """Outside an engine; within one the weights come from memory, and a training step has one of each."""
+    by_count = {1: Ratio(0.5, (0.4, 0.6)), 64: Ratio(2.0, (1.9, 2.1))}
+    monkeypatch.setattr(calibrate_cpu, "_call", lambda kind, impl, tokens, features, depth, count: count)
+    monkeypatch.setattr(calibrate_cpu, "_ratio_of", lambda sides, seconds: by_count[sides[0]])
+    found = {kind: calibrate_cpu._ratio(kind, 4, 128, 128, 1.0).median for kind in cpu_tables.KINDS}
+    assert found == {"train": 0.5, "packed": 0.5, "packed_act": 0.5, "served": 2.0, "served_act": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (("--arch", "a"), 1, "processor 'a': expected a machine, a vendor"),
+        (("--out", "."), 2, "is a folder; name a file in it with --out"),
+        (("--out", "{file}/mine.json"), 2, "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_measured(
+    options: tuple[str, str], code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(calibrate_cpu, "_measured", lambda *_: pytest.fail("it measured"))
+    given = [option.format(file=file) for option in options]
+    done = CliRunner().invoke(app, ["bench", "calibrate", "--cpu", *given])
+    assert done.exit_code == code
+    assert says in done.output.replace("\n", " ") + str(done.exception)
+
+
 def test_a_signal_leaves_the_earlier_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def stop(*_: object) -> Ratio:
         os.kill(os.getpid(), signal.SIGINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,9 +67,7 @@ def test_each_processor_gets_its_own_table_or_its_vendors(name: str, processor_o
     found = cpu.in_force()
     assert [each.arch for each in found.tables] == PROCESSORS[name][-1]
     assert found.own == (processor.architecture() in PROCESSORS[name][-1])
-    if not found.tables:
-        assert cpu.said().startswith("no table says") or onednn.why_not(torch.float32)
-        return
+    assert found.said().startswith("no table says") is not bool(found.tables)
     for kind, thresholds in found.thresholds.items():
         for bits, tokens in enumerate(thresholds):  # oneDNN wins only where it does in each of the tables
             assert tokens == max(each.thresholds[kind][bits] for each in found.tables)
@@ -82,10 +81,74 @@ def test_an_assumed_instruction_set_is_another_processor(
     assert [each.arch for each in cpu.in_force().tables] == [ZEN3]
 
 
-def test_another_library_or_machine_is_no_relative():
-    assert relatives("x86_64-amd-avx2-other") == []
-    assert relatives("aarch64-other-other-other") == []
-    assert relatives("aarch64-amd-avx2-mkl") == []
+def test_another_library_machine_or_vendor_is_no_relative(tmp_path: Path):
+    strangers = ["x86_64-amd-avx512-other", "x86_64-other-avx512-mkl", "aarch64-amd-avx2-mkl", "sm_90"]
+    with shipped_tables(tmp_path / "shipped") as write:
+        for arch in (*strangers, ZEN4, "x86_64-amd-neon-mkl"):
+            write(_table(arch, "something", train=1), f"{arch}.json")
+        for arch in (*strangers[:3], "x86_64-other-avx2-mkl", "x86_64-amd-avx2-other", "a", ""):
+            assert [table.arch for table in relatives(arch)] == ([arch] if arch == strangers[2] else [])
+        assert [table.arch for table in relatives(ZEN3)] == [ZEN4, "x86_64-amd-neon-mkl"]
+
+
+def test_the_users_table_is_of_its_own_processor_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Laid over the shipped one of that processor, entry by entry; to others it says nothing."""
+    mine = tmp_path / "mine.json"
+    table = _table(ZEN4, "my machine", train=2)
+    table["entries"] = [entry for entry in table["entries"] if entry["bucket"].startswith("train")]
+    mine.write_text(json.dumps(table))
+    with shipped_tables(tmp_path / "shipped") as write:
+        write(_table(ZEN4, "a Zen 4", train=8, packed=4), f"{ZEN4}.json")
+        monkeypatch.setenv(tuning.VARIABLE, str(mine))
+        tuning.forget()
+        own = cpu_tables.in_force(ZEN4)
+        assert (own.thresholds["train"][12], own.thresholds["packed"][12]) == (2, 4)
+        assert own.said() == f"the table of {ZEN4}, measured on my machine"
+        assert (own.why("train", 12), own.why("packed", 12)) == (
+            "a measurement on my machine",
+            "a measurement on a Zen 4",
+        )
+        assert cpu_tables.in_force(ZEN3).thresholds["train"][12] == 8
+
+
+def test_a_table_without_the_engines_kinds_has_the_others_in_their_place(tmp_path: Path):
+    table = _table(ZEN4, "a Zen 4", packed=4)
+    table["entries"] = [entry for entry in table["entries"] if not entry["bucket"].startswith("served")]
+    with shipped_tables(tmp_path / "shipped") as write:
+        write(table, f"{ZEN4}.json")
+        own = cpu_tables.in_force(ZEN4)
+        assert own.thresholds["served"][12] == 4
+        assert own.why("served", 12) == "a measurement on a Zen 4"
+
+
+def test_a_processor_that_stood_in_is_told(tmp_path: Path):
+    table = _table(SKYLAKE, "a Zen 5", packed=4)
+    table["entries"] = [entry | {"source": f"a measurement, standing for {SKYLAKE}"} for entry in table["entries"]]
+    with shipped_tables(tmp_path / "shipped") as write:
+        write(table, f"{SKYLAKE}.json")
+        told = cpu_tables.in_force("x86_64-intel-avx2-mkl").said()
+        assert told.startswith(
+            f"x86_64-intel-avx2-mkl has no table and takes that of {SKYLAKE} (measured on a Zen 5, which"
+        )
+
+
+def test_what_env_says_of_ranks_that_disagree(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(onednn, "why_not", lambda dtype: None)
+    assert cpu.said() == cpu.in_force().said()
+    monkeypatch.setattr(onednn, "why_not", lambda dtype: "oneDNN is not there")
+    assert cpu.said() == "oneDNN is not there"
+    monkeypatch.setattr(cpu, "_disagreement", "the ranks differ")
+    assert cpu.said() == "the ranks differ"
+
+
+@pytest.mark.parametrize(
+    "arch", ["", "a", "x86_64-amd-avx2", "x86_64-amd-sse-mkl", "x86_64--avx2-mkl", "a-b-avx2-c-d-e"]
+)
+def test_what_is_no_processors_name(arch: str):
+    with pytest.raises(ValueError, match="expected a machine, a vendor, other, avx2, avx512 and a library"):
+        cpu_tables.check_name(arch)
+    cpu_tables.check_name(ZEN4)
+    cpu_tables.check_name(processor.architecture())
 
 
 def _table(arch: str, on: str, **tokens: int) -> dict[str, Any]:
@@ -138,7 +201,7 @@ def test_explain_says_whose_table_it_is(tmp_path: Path, processor_of: Callable[.
     with shipped_tables(tmp_path / "shipped") as write:
         assert says() == f"no table says where oneDNN is faster on this processor ({arch}); {cpu_tables._HOW}"
         write(_table(ZEN4, "a Zen 4", train=4), f"{ZEN4}.json")
-        assert says().startswith(f"faster from 4 tokens on, the reference for fewer ({arch} has no table")
+        assert says().startswith(f"faster from 4 tokens on, the reference for fewer: {arch} has no table")
         write(_table(ZEN3, "a Zen 3"), f"{ZEN3}.json")
         assert says().startswith(f"torch's own product: {arch} has no table")
         write(_table(arch, "itself", train=32), f"{arch}.json")

@@ -35,6 +35,19 @@ def test_one_stage_on_each_rank_is_the_best_there_is(seed: int):
     assert max(loads(costs, ranges)) == pytest.approx(_best(costs, stages, "loop", stages))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_slowest_stage_counts_first_and_then_how_even_the_others_are(seed: int):
+    """Uneven costs, where the evenest cut by squares is seldom the one with the lowest maximum."""
+    draw = random.Random(seed)
+    costs = [draw.random() ** 3 for _ in range(draw.randint(5, 10))]
+    stages = draw.randint(2, 4)
+    cuts = itertools.combinations(range(1, len(costs)), stages - 1)
+    every = [[range(*pair) for pair in itertools.pairwise([0, *inner, len(costs)])] for inner in cuts]
+    least = min(max(loads(costs, ranges)) for ranges in every)
+    best = [ranges for ranges in every if max(loads(costs, ranges)) <= least + 1e-9]
+    assert balanced(costs, stages) == min(best, key=lambda ranges: sum(load**2 for load in loads(costs, ranges)))
+
+
 @pytest.mark.parametrize(("layout", "ranks"), [("loop", 2), ("loop", 3), ("v", 2), ("v", 3)])
 @pytest.mark.parametrize("head", [0.4, 1.0, 2.6, 4.0])
 @pytest.mark.parametrize("blocks", [5, 6, 7, 8])

@@ -130,11 +130,18 @@ def _asked_of_torch() -> dict[str, Any]:
             "triton interpreter": "on" if dispatch.interpreting() else "off",
             "kernels launched by": launcher.said(),
             "threads": str(torch.get_num_threads()),
-            "oneDNN on this cpu": cpu.said(),
+            "oneDNN on this cpu": _said(cpu),
             f"{OPS} {device}": {name: _choice(name, device) for name in sorted(registry.ops())},
         }
     except Exception as error:  # the report of a broken installation matters most
         return {"broken": f"{type(error).__name__}: {error}"}
+
+
+def _said(cpu: Any) -> str:
+    try:
+        return str(cpu.said())
+    except ValueError as error:  # a broken table
+        return str(error)
 
 
 def _choice(op: str, device: Any) -> str:
