@@ -104,6 +104,17 @@ def test_tied_is_true_or_false(tmp_path: Path, value: Any):
         load_hf(_folder(tmp_path, tie_word_embeddings=value))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "entry", [{"dtype": "float99"}, {"torch_dtype": ["bfloat16"]}, {"torch_dtype": "torch.int8"}], ids=str
+)
+def test_a_dtype_that_torch_does_not_have_is_refused(tmp_path: Path, entry: dict[str, Any], tied: bool):
+    path = _folder(tmp_path, tie_word_embeddings=tied, **{"dtype": None, **entry})
+    for load in (load_hf, read_hf_config):
+        with pytest.raises(ValueError, match=r"config\.json: dtype=.*: expected a floating-point type"):
+            load(path)
+
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES: dict[str, dict[str, Any]] = {
     "scaling goes first": {
