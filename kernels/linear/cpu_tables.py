@@ -70,7 +70,7 @@ class InForce(NamedTuple):
         says = ", ".join(
             f"{each.arch} (measured on {each.on}) {_from(each.thresholds[kind][bits])}" for each in self.tables
         )
-        return f"{self.arch} has no table; by its vendor's others oneDNN is faster on {says}; {_HOW}"
+        return f"{self.arch} has no table; oneDNN is faster in its vendor's others: {says}; {_HOW}"
 
 
 def _from(tokens: int) -> str:
