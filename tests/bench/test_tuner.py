@@ -214,7 +214,7 @@ def test_a_dry_run_tunes_the_tiles_of_paged_attention(shipped, tmp_path, capfd):
     assert not any(each.stale for each in table.entries)
     assert entry.bucket == "r4-h80-fp16"  # the other case's sequences run in two tiles
     assert entry.measured.keys() == {"us", "now_us", "tried"}
-    assert tuning._make(entry, AttentionConfig).block_m == 4
+    assert tuning.config_of(entry, AttentionConfig).block_m == 4
     tried = [event["config"] for event in _events(out, "tried") if event["bucket"] == entry.bucket]
     assert len(tried) == entry.measured["tried"] - 1 == 3
     assert any(name.startswith("4x32") for name in tried)
