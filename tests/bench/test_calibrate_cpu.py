@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from shardfuse.bench.suites import onednn as suite
 from shardfuse.cli import app
 from shardfuse.kernels.linear import cpu, cpu_tables, linear_act
 from shardfuse.kernels.runtime import dispatch, onednn, processor, tuning
+from shardfuse.training.launch import Stopped
 
 WHY_NOT = onednn.why_not(torch.float32)
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -186,24 +186,25 @@ def test_what_cannot_be_is_said_before_anything_is_measured(
     assert says in done.output.replace("\n", " ") + str(done.exception)
 
 
-def test_a_signal_leaves_the_earlier_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_earlier_table(signum: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not sent: a stop signal is ignored for the rest of the process that had one."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+
     def stop(*_: object) -> Ratio:
-        os.kill(os.getpid(), signal.SIGINT)
-        raise AssertionError("the signal did not stop it")
+        assert signal.getsignal(signum) is not before[signum]
+        raise Stopped(signum)
 
     path = tmp_path / "mine.json"
     measured(path, monkeypatch)
-    before = path.read_bytes()
+    written = path.read_bytes()
     monkeypatch.setattr(calibrate_cpu, "_ratio", stop)
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        done = CliRunner().invoke(app, ["bench", "calibrate", "--cpu", "--out", str(path)])
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert done.exit_code == 130
+    done = CliRunner().invoke(app, ["bench", "calibrate", "--cpu", "--out", str(path)])
+    assert done.exit_code == 128 + signum
     assert "nothing was written, and the earlier table is as it was" in done.output
-    assert path.read_bytes() == before
+    assert path.read_bytes() == written
     assert list(tmp_path.iterdir()) == [path]
+    assert {each: signal.getsignal(each) for each in before} == before
 
 
 def test_it_says_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
