@@ -120,6 +120,12 @@ def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
     return path
 
 
+def _of_a_processor(name: str) -> bool:
+    """Whether a source is a table of a CPU's products, which no GPU reads."""
+    path = Path(name)
+    return path.parent.name == "tuned" and path.suffix == ".json" and path.stem not in registry.TARGETS
+
+
 def _judge(results: Path, gpu: str, benchmark: Benchmark) -> Stale:
     path = results / gpu / f"{benchmark.name}.json"
     if not path.is_file():
@@ -127,7 +133,8 @@ def _judge(results: Path, gpu: str, benchmark: Benchmark) -> Stale:
     record = json.loads(path.read_text())
     date = record["origin"]["date"]
     then, now = record["sources"], provenance.source_hashes(benchmark)
-    changed = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+    names = (name for name in then.keys() | now.keys() if not _of_a_processor(name))
+    changed = sorted(name for name in names if then.get(name) != now.get(name))
     if changed:
         return Stale(gpu, benchmark.name, "stale", date, f"changed since {date[:10]}: {', '.join(changed)}")
     if record["missing"]:

@@ -68,6 +68,13 @@ def test_filed_result_is_fresh_until_a_source_changes(tmp_path):
     assert _states(tmp_path, BOTH[:1]) == [(FOLDER, "mlp", "fresh")]
 
     record = json.loads(path.read_text())
+    record["sources"]["kernels/tuned/x86_64-amd-avx2-mkl.json"] = "0" * 16  # which no GPU reads
+    path.write_text(json.dumps(record))
+    assert _states(tmp_path, BOTH[:1]) == [(FOLDER, "mlp", "fresh")]
+    record["sources"]["kernels/tuned/sm_90.json"] = "0" * 16
+    path.write_text(json.dumps(record))
+    assert _states(tmp_path, BOTH[:1]) == [(FOLDER, "mlp", "stale")]
+    del record["sources"]["kernels/tuned/sm_90.json"]
     record["sources"]["bench/harness/gate.py"] = "0" * 16
     path.write_text(json.dumps(record))
     (item,) = (item for item in stale.survey(tmp_path, BOTH[:1]) if item.name == "mlp")
