@@ -109,7 +109,15 @@ def _freeze(world: int, victim: int, step: int, folder: Path) -> None:
     )
     error = rf"^rank \d: CollectiveError: \S+: \w+ failed.*; rank {victim} did not respond and was ended$"
     with pytest.raises(WorkerError, match=error):
-        launch(train_case.run_and_freeze, settings.to_json(), victim, step, str(folder / "frozen"), processes=world)
+        launch(
+            train_case.run_and_freeze,
+            settings.to_json(),
+            victim,
+            step,
+            str(folder / "frozen"),
+            LAUNCHED_S,
+            processes=world,
+        )
     assert time.time() - (folder / "frozen").stat().st_mtime < LAUNCHED_S + GRACE_S + LAUNCH_GRACE_S
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import warnings
@@ -16,7 +17,7 @@ from shardfuse import fuse
 from shardfuse.layers.attention import paged
 from shardfuse.layers.transformer import ParallelTransformer
 from shardfuse.serving import Engine, Request, SamplingParams, TokenEvent
-from shardfuse.serving.recording import _SEEN, Recordings
+from shardfuse.serving.recording import _SEEN, Recording, Recordings
 from shardfuse.testing import solo_tokens, tiny_model
 
 LENGTHS = (5, 1, 9, 3)
@@ -214,6 +215,27 @@ def test_an_error_of_the_model_in_a_recorded_step_does_not_end_recording() -> No
     events += engine.run()
     assert [event.token for event in events] == solo_tokens(tiny_model(dtype=torch.float64, vocab_size=32), request)
     assert _recordings(engine).replayed > 10
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_replay_that_raises_where_the_forward_does_not_is_compared_again(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Want of memory, say, which passes; what does not pass ends recording, with a warning."""
+    faults = itertools.count()
+    replay = Recording.replay
+
+    def fails(recording: Recording, *args: Any) -> torch.Tensor:
+        if next(faults) < times:
+            raise MemoryError("no room")
+        return replay(recording, *args)
+
+    monkeypatch.setattr(Recording, "replay", fails)
+    model, request = tiny_model(dtype=torch.float64, vocab_size=32), Request([1, 2], max_new_tokens=24)
+    engine = Engine(model, num_blocks=32)
+    with pytest.warns(UserWarning, match="other logits") if times == 3 else contextlib.nullcontext():
+        assert engine.generate([request]) == [solo_tokens(model, request)]
+    assert (_recordings(engine).replayed > 10) == (times == 2)
 
 
 def test_the_layers_of_a_replayed_step_share_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
